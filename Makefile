@@ -19,10 +19,10 @@ help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 # torch by exact version: a looser pin may download a CUDA build of several GB.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml lab/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[demo,dev]' -e lab
 	touch $@
 
 install: $(VENV)/.installed  ## Create the virtual environment with everything that tests and demo need

@@ -1,4 +1,6 @@
-"""vLLM's own client `bench serve`, kept running, one measured request at a time. Used by speed_agreement.py."""
+"""vLLM's own client `bench serve`, kept running, one measured request at a time. Used by
+speed_agreement.py.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,21 @@ from assay.engines import Request
 from assay.runs import cache_dir
 
 DRIVER = Path(__file__).parent / "bench_serve_driver.py"
-PANDAS = ("pandas==2.3.3", "python-dateutil==2.9.0.post0", "pytz==2025.2", "six==1.17.0", "tzdata==2025.2")
+PANDAS = (
+    "pandas==2.3.3",
+    "python-dateutil==2.9.0.post0",
+    "pytz==2025.2",
+    "six==1.17.0",
+    "tzdata==2025.2",
+)
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 def bench_extras() -> Path:
     """A folder with pandas, which `bench serve` reads prompts with and vLLM does not install.
 
-    It is apart from the private environment, so that the server that is measured is the one users get.
+    It is apart from the private environment, so that the server that is measured is the one users
+    get.
     """
     folder = cache_dir("bench-extras")
     if not (folder / "pandas").exists():
@@ -38,7 +47,9 @@ def bench_extras() -> Path:
 class BenchServe:
     """The running client."""
 
-    def __init__(self, process: subprocess.Popen[str], server: Server, model: Path, folder: Path, log: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], server: Server, model: Path, folder: Path, log: Path
+    ) -> None:
         self._process, self._server, self._model = process, server, model
         self._folder, self._log = folder, log
 
@@ -58,16 +69,49 @@ class BenchServe:
         """The timing of one request over the chat route, without a warm-up."""
         assert request.messages is not None and self._process.stdin is not None
         prompts = self._folder / "prompts.jsonl"
-        prompts.write_text(json.dumps({"prompt": request.messages[0].content}) + "\n", encoding="utf-8")
+        prompts.write_text(
+            json.dumps({"prompt": request.messages[0].content}) + "\n", encoding="utf-8"
+        )
         arguments = [
-            "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url", self._server.url,
-            "--model", self._server.model, "--tokenizer", str(self._model), "--dataset-name", "custom",
-            "--dataset-path", str(prompts), "--disable-shuffle", "--no-oversample", "--skip-chat-template",
-            "--custom-output-len", str(request.max_tokens), "--ignore-eos", "--num-prompts", "1",
-            "--max-concurrency", "1", "--num-warmups", "0", "--disable-tqdm", "--temperature", str(request.temperature),
-            "--top-p", str(request.top_p), "--repetition-penalty", "1.0", "--extra-body",
-            json.dumps({"seed": request.seed}), "--ready-check-timeout-sec", "0", "--save-detailed",
-        ]  # fmt: skip
+            "--backend",
+            "openai-chat",
+            "--endpoint",
+            "/v1/chat/completions",
+            "--base-url",
+            self._server.url,
+            "--model",
+            self._server.model,
+            "--tokenizer",
+            str(self._model),
+            "--dataset-name",
+            "custom",
+            "--dataset-path",
+            str(prompts),
+            "--disable-shuffle",
+            "--no-oversample",
+            "--skip-chat-template",
+            "--custom-output-len",
+            str(request.max_tokens),
+            "--ignore-eos",
+            "--num-prompts",
+            "1",
+            "--max-concurrency",
+            "1",
+            "--num-warmups",
+            "0",
+            "--disable-tqdm",
+            "--temperature",
+            str(request.temperature),
+            "--top-p",
+            str(request.top_p),
+            "--repetition-penalty",
+            "1.0",
+            "--extra-body",
+            json.dumps({"seed": request.seed}),
+            "--ready-check-timeout-sec",
+            "0",
+            "--save-detailed",
+        ]
         print(json.dumps(arguments), file=self._process.stdin, flush=True)
         result = self._said()
         if result["completed"] != 1:

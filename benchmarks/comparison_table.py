@@ -1,4 +1,6 @@
-"""The table of rows that `assay compare` measured, with intervals: what every comparison benchmark draws."""
+"""The table of rows that `assay compare` measured, with intervals: what every comparison benchmark
+draws.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,29 @@ def interval(estimate: Mapping[str, float], form: str, value: str = "value") -> 
 def sizes(rows: Iterable[Mapping[str, Any]]) -> str:
     """How much was scored, and what the intervals are; rows of other sizes are all named."""
     found = sorted({(r["windows"], r["tokens"]) for r in rows})
-    said = "; ".join(f"{windows} windows, {tokens:,} tokens" for windows, tokens in found) or "nothing yet"
+    said = (
+        "; ".join(f"{windows} windows, {tokens:,} tokens" for windows, tokens in found)
+        or "nothing yet"
+    )
     return f"{said}; intervals are two-sided 95 %, by window."
 
 
 def comparison_table(rows: Iterable[Row], first: str = "candidate") -> list[str]:
-    """Lines of a Markdown table; `first` heads the names. There is a column of MiB where a row tells its bytes."""
+    """Lines of a Markdown table; `first` heads the names. There is a column of MiB where a row
+    tells its bytes.
+    """
     rows = list(rows)
     sized = any(size is not None for _, size, _ in rows)
     head, rule = (" MiB |", "---:|") if sized else ("", "")
-    lines = [f"| {first} |{head} Δppl % | KL, nats | top-1 % | grade |", f"|---|{rule}---|---|---|---|"]
+    lines = [
+        f"| {first} |{head} Δppl % | KL, nats | top-1 % | grade |",
+        f"|---|{rule}---|---|---|---|",
+    ]
     for name, size, r in rows:
         mib = "" if not sized else f" {'–' if size is None else format(size / 2**20, '.1f')} |"
         lines.append(
-            f"| {name} |{mib} {interval(r['dppl_pct'], '+.2f')} | {interval(r['kld'], '.5f', 'mean')} "
-            f"| {interval(r['top1_pct'], '.2f')} | {r['grade']} |"
+            f"| {name} |{mib} {interval(r['dppl_pct'], '+.2f')} |"
+            f" {interval(r['kld'], '.5f', 'mean')} | {interval(r['top1_pct'], '.2f')} |"
+            f" {r['grade']} |"
         )
     return lines

@@ -1,12 +1,13 @@
 """How often does `assay grade` find what is broken, and how often does it cry wolf?
 
-    python benchmarks/detector_roc.py [--jobs 2]
-    python benchmarks/detector_roc.py --stutter       # measures stutter again, and keeps the other results
+    python benchmarks/detector_roc.py [--jobs 2] python benchmarks/detector_roc.py --stutter       #
+    measures stutter again, and keeps the other results
 
-Legitimate text from `legit_texts.py`, outputs of broken and healthy models from `corpus/`, labelled by rules of their own
-(`broken_outputs.py`). Everything was tuned on the tune half of the sources; the figures are
-of the report half. The six regular expressions of the field's tool run on the same texts. `results/detector_roc_before.json`
-keeps what the detectors of commit ba7355e gave, for a comparison side by side. Stutter is judged over all texts of a cause.
+Legitimate text from `legit_texts.py`, outputs of broken and healthy models from `corpus/`, labelled
+by rules of their own (`broken_outputs.py`). Everything was tuned on the tune half of the sources;
+the figures are of the report half. The six regular expressions of the field's tool run on the same
+texts. `results/detector_roc_before.json` keeps what the detectors of commit ba7355e gave, for a
+comparison side by side. Stutter is judged over all texts of a cause.
 """
 
 from __future__ import annotations
@@ -51,9 +52,15 @@ def field_flags(text: str) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes that grade at once")
-    parser.add_argument("--stutter", action="store_true", help="measure stutter over all texts of a kind, and no more")
+    parser.add_argument(
+        "--stutter",
+        action="store_true",
+        help="measure stutter over all texts of a kind, and no more",
+    )
     given = parser.parse_args()
     jobs = given.jobs
     all_legit, all_outputs = list(legitimate()), list(broken())
@@ -129,8 +136,16 @@ def alarms(legit: list[Legit], healthy: list[Output]) -> dict[str, Any]:
             wrong.append({"source": output.id, "kind": result.kind, "onset": result.onset_char})
     everything = [pair for pairs in rows.values() for pair in pairs]
     table = {name: rates(pairs) for name, pairs in sorted(rows.items())}
-    cut = [(GRADES[item.text, "length"].label is Label.DEGENERATE, field_flags(item.text)) for item in legit]
-    return {"all": rates(everything), "said_to_be_cut": rates(cut), "by_category": table, "false_alarms": wrong}
+    cut = [
+        (GRADES[item.text, "length"].label is Label.DEGENERATE, field_flags(item.text))
+        for item in legit
+    ]
+    return {
+        "all": rates(everything),
+        "said_to_be_cut": rates(cut),
+        "by_category": table,
+        "false_alarms": wrong,
+    }
 
 
 def flagged_documents() -> dict[str, Any]:
@@ -147,25 +162,34 @@ def flagged_documents() -> dict[str, Any]:
 
 
 def recall(outputs: list[Output]) -> dict[str, Any]:
-    pairs = [(graded(o).label in {Label.DEGENERATE, Label.EMPTY}, field_flags(o.text)) for o in outputs]
+    pairs = [
+        (graded(o).label in {Label.DEGENERATE, Label.EMPTY}, field_flags(o.text)) for o in outputs
+    ]
     missed = [o.id for o, (found, _) in zip(outputs, pairs, strict=True) if not found]
     return {**rates(pairs), "missed": missed[:40]}
 
 
 def stutter(legit: list[Legit], outputs: list[Output]) -> dict[str, Any]:
-    """Stutters for 1,000 words of all texts of a kind together, and how often runs of its texts are judged to stutter.
+    """Stutters for 1,000 words of all texts of a kind together, and how often runs of its texts are
+    judged to stutter.
 
-    Texts of real runs that lie in the tune half are left out, as those of the other sources are already.
+    Texts of real runs that lie in the tune half are left out, as those of the other sources are
+    already.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for item in legit:
         groups[item.category].append(item.text)
     for output in outputs:
         whole = output.cause.startswith("healthy") and output.label == "ok"
-        groups["whole models, ok" if whole else f"{output.cause.partition('.')[0]} (model)"].append(output.text)
+        groups["whole models, ok" if whole else f"{output.cause.partition('.')[0]} (model)"].append(
+            output.text
+        )
     for run in read_runs():
         cache = "bf16" if run["kv_cache_dtype"] == "auto" else run["kv_cache_dtype"]
-        for side, how in (("server", f"served by vLLM, {cache} cache"), ("reference", "run by transformers")):
+        for side, how in (
+            ("server", f"served by vLLM, {cache} cache"),
+            ("reference", "run by transformers"),
+        ):
             record = CheckRecord.from_json(run[side]) if run.get(side) else CheckRecord()
             for n, sample in enumerate(record.samples):
                 sane = not sample.degenerate or sample.kind == "stutter"
@@ -179,21 +203,34 @@ def stutter(legit: list[Legit], outputs: list[Output]) -> dict[str, Any]:
             continue
         scaled = {k: 1000 * getattr(found, k) for k in ("rate", "lo", "hi")}
         rows.append(
-            {"texts": name, "n": len(counts), "words": found.words, "stutters": found.stutters, **scaled,
-             "verdict": found.verdict, "runs_bad": stutter_roc(name, counts)}
-        )  # fmt: skip
+            {
+                "texts": name,
+                "n": len(counts),
+                "words": found.words,
+                "stutters": found.stutters,
+                **scaled,
+                "verdict": found.verdict,
+                "runs_bad": stutter_roc(name, counts),
+            }
+        )
     return {"runs": RUNS, "texts_a_run": TEXTS_A_RUN, "times": TIMES, "rows": rows}
 
 
 RUNS, TEXTS_A_RUN, TIMES = 200, 45, (1.5, 2.0, 3.0, 5.0, 8.0)
-"""Simulated runs of each kind, texts of one, and multiples of the healthy rate that a run's lower bound may not exceed."""
+"""Simulated runs of each kind, texts of one, and multiples of the healthy rate that a run's lower
+bound may not exceed.
+"""
 
 
 def stutter_roc(name: str, counts: list[Counts]) -> list[int]:
-    """How many of `RUNS` runs, drawn from these texts, are judged to stutter at each of `TIMES` the healthy rate."""
+    """How many of `RUNS` runs, drawn from these texts, are judged to stutter at each of `TIMES` the
+    healthy rate.
+    """
     rng = random.Random(name)
     runs = [rng.choices(counts, k=TEXTS_A_RUN) for _ in range(RUNS)]
-    return [sum(judge_stutter(run, times=times).verdict == "bad" for run in runs) for times in TIMES]
+    return [
+        sum(judge_stutter(run, times=times).verdict == "bad" for run in runs) for times in TIMES
+    ]
 
 
 def rates(pairs: list[tuple[bool, bool]]) -> dict[str, Any]:
@@ -214,7 +251,11 @@ def by_cause(outputs: list[Output]) -> dict[str, dict[str, Any]]:
     for cause in sorted({o.cause for o in outputs}):
         mine = [o for o in outputs if o.cause == cause]
         flagged = sum(graded(o).label is not Label.OK for o in mine)
-        table[cause] = {"n": len(mine), "flagged": flagged, "labels": dict(Counter(o.label for o in mine))}
+        table[cause] = {
+            "n": len(mine),
+            "flagged": flagged,
+            "labels": dict(Counter(o.label for o in mine)),
+        }
     return table
 
 
@@ -228,11 +269,22 @@ def kinds(outputs: list[Output]) -> dict[str, dict[str, int]]:
 def markdown(result: dict[str, Any]) -> str:
     lines = ["# Detectors on text that they were not tuned on", ""]
     if result["left_out"]:
-        lines += [f"**Left out, so that these figures are of fewer texts: {'; '.join(result['left_out'])}.**", ""]
-    lines += ["| texts | n | assay | 95 % | six patterns of the field | 95 % |", "|---|---:|---:|---|---:|---|"]
+        lines += [
+            (
+                "**Left out, so that these figures are of fewer texts:"
+                f" {'; '.join(result['left_out'])}.**"
+            ),
+            "",
+        ]
+    lines += [
+        "| texts | n | assay | 95 % | six patterns of the field | 95 % |",
+        "|---|---:|---:|---|---:|---|",
+    ]
     everything = result["legitimate"]["all"]
     lines.append(row("legitimate, flagged", everything))
-    lines.append(row("the same, with finish_reason `length`", result["legitimate"]["said_to_be_cut"]))
+    lines.append(
+        row("the same, with finish_reason `length`", result["legitimate"]["said_to_be_cut"])
+    )
     lines += [row(f"{label}, found", result["recall"][label]) for label in LABELS]
     lines += ["", *side_by_side(result)]
     lines += [
@@ -242,11 +294,17 @@ def markdown(result: dict[str, Any]) -> str:
         "## False alarms by kind of text",
         "",
     ]
-    lines += ["| texts | n | assay | 95 % | six patterns of the field | 95 % |", "|---|---:|---:|---|---:|---|"]
+    lines += [
+        "| texts | n | assay | 95 % | six patterns of the field | 95 % |",
+        "|---|---:|---:|---|---:|---|",
+    ]
     lines += [row(name, rates_) for name, rates_ in result["legitimate"]["by_category"].items()]
     lines += [
         "",
-        "Documents dense with links, code, names and figures, whole and in pieces, counted apart since packages differ from machine to machine:",
+        (
+            "Documents dense with links, code, names and figures, whole and in pieces, counted"
+            " apart since packages differ from machine to machine:"
+        ),
         "",
         "| documents of | n | assay | 95 % | six patterns of the field | 95 % |",
         "|---|---:|---:|---|---:|---|",
@@ -254,15 +312,19 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     lines += ["", "## By cause", "", "| cause | n | flagged | labels |", "|---|---:|---:|---|"]
     lines += [
-        f"| {cause} | {r['n']} | {r['flagged']} | {', '.join(f'{k} {v}' for k, v in sorted(r['labels'].items()))} |"
+        f"| {cause} | {r['n']} | {r['flagged']} |"
+        f" {', '.join(f'{k} {v}' for k, v in sorted(r['labels'].items()))} |"
         for cause, r in result["by_cause"].items()
     ]
     lines += [
         "",
         "## Stutter over all texts of a kind",
         "",
-        f"Then how many of {result['stutter']['runs']} runs of {result['stutter']['texts_a_run']} texts each, drawn from "
-        "these, stutter by the rule, if it allows so many times the healthy rate.",
+        (
+            f"Then how many of {result['stutter']['runs']} runs of"
+            f" {result['stutter']['texts_a_run']} texts each, drawn from these, stutter by the"
+            " rule, if it allows so many times the healthy rate."
+        ),
         "",
         "| texts | n | words | for 1,000 words | 95 % | verdict | "
         + " | ".join(f"× {times:g}" for times in result["stutter"]["times"])
@@ -270,14 +332,14 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     lines.append("|---|---:|---:|---:|---|---|" + "---:|" * len(result["stutter"]["times"]))
     lines += [
-        f"| {r['texts']} | {r['n']} | {r['words']} | {r['rate']:.2f} | {r['lo']:.2f} to {r['hi']:.2f} | {r['verdict']} | "
-        + " | ".join(map(str, r["runs_bad"]))
-        + " |"
+        f"| {r['texts']} | {r['n']} | {r['words']} | {r['rate']:.2f} | {r['lo']:.2f} to"
+        f" {r['hi']:.2f} | {r['verdict']} | " + " | ".join(map(str, r["runs_bad"])) + " |"
         for r in result["stutter"]["rows"]
     ]
     lines += ["", "## Kinds named, by label", "", "| label | kinds |", "|---|---|"]
     lines += [
-        f"| {label} | {', '.join(f'{k} {v}' for k, v in counts.items())} |" for label, counts in result["kinds"].items()
+        f"| {label} | {', '.join(f'{k} {v}' for k, v in counts.items())} |"
+        for label, counts in result["kinds"].items()
     ]
     return "\n".join(lines) + "\n"
 
@@ -292,7 +354,10 @@ def side_by_side(result: dict[str, Any]) -> list[str]:
         *((f"{label}, found", ("recall", label)) for label in LABELS),
     ):
         old, new = before[path[0]][path[1]], result[path[0]][path[1]]
-        lines.append(f"| {name} | {old['assay']['count']} of {old['n']} | {new['assay']['count']} of {new['n']} |")
+        lines.append(
+            f"| {name} | {old['assay']['count']} of {old['n']} | {new['assay']['count']} of"
+            f" {new['n']} |"
+        )
     return lines
 
 
@@ -303,7 +368,10 @@ def row(name: str, rates_: dict[str, Any]) -> str:
         if r["rate"] is None:
             cells += ["-", "-"]
         else:
-            cells += [f"{r['count']} ({100 * r['rate']:.2f} %)", f"{100 * r['lo']:.2f} to {100 * r['hi']:.2f} %"]
+            cells += [
+                f"{r['count']} ({100 * r['rate']:.2f} %)",
+                f"{100 * r['lo']:.2f} to {100 * r['hi']:.2f} %",
+            ]
     return f"| {name} | {rates_['n']} | " + " | ".join(cells) + " |"
 
 

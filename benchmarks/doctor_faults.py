@@ -1,7 +1,9 @@
-"""Broken parts for the zoo of `assay doctor`: checkpoints, drafts, adapters, templates, a plug-in and a proxy.
+"""Broken parts for the zoo of `assay doctor`: checkpoints, drafts, adapters, templates, a plug-in
+and a proxy.
 
-As a program it is a wrapper of a server: `doctor_faults.py --port N [--flaky FILE] [--crowd] --inner SERVER …` adds
-`--rope-freq-base 100` to every third start, or corrupts what is answered while more than 16 requests run.
+As a program it is a wrapper of a server: `doctor_faults.py --port N [--flaky FILE] [--crowd]
+--inner SERVER …` adds `--rope-freq-base 100` to every third start, or corrupts what is answered
+while more than 16 requests run.
 """
 
 from __future__ import annotations
@@ -105,17 +107,23 @@ def rope(model: Path, target: Path) -> Path:
 
 
 def dead(model: Path, target: Path) -> Path:
-    """The model with the rows of its embedding moved by 1,000: fluent in another vocabulary, useless as a draft."""
+    """The model with the rows of its embedding moved by 1,000: fluent in another vocabulary,
+    useless as a draft.
+    """
     copied(model, target)
     if target.is_file():
         from assay.checkpoint.gguf import read_gguf
 
-        tensor = next(t for t in read_gguf(target, target.name).tensors if t.name == "token_embd.weight")
+        tensor = next(
+            t for t in read_gguf(target, target.name).tensors if t.name == "token_embd.weight"
+        )
         begin, end, rows = tensor.start, tensor.end, tensor.shape[1]
     else:
         raw = _weights(target).open("rb").read(8)
         size = int.from_bytes(raw, "little")
-        entry = json.loads(_weights(target).open("rb").read(8 + size)[8:])["model.embed_tokens.weight"]
+        entry = json.loads(_weights(target).open("rb").read(8 + size)[8:])[
+            "model.embed_tokens.weight"
+        ]
         begin, end = (8 + size + n for n in entry["data_offsets"])
         rows = entry["shape"][0]
     data = np.memmap(_weights(target), np.uint8, "r+")
@@ -170,7 +178,14 @@ def peft_adapter(model: Path, folder: Path, strength: float) -> Path:
         {stem.format(n, side): x for n, both in parts for side, x in zip("AB", both, strict=True)},
         folder / "adapter_model.safetensors",
     )
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none", "task_type": "CAUSAL_LM"}  # fmt: skip
+    config = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
@@ -181,10 +196,18 @@ def gguf_adapter(model: Path, file: Path, strength: float) -> Path:
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
 
-    keys = b"".join(
-        text(key) + struct.pack("<I", 8) + text(value)
-        for key, value in (("general.architecture", "llama"), ("general.type", "adapter"), ("adapter.type", "lora"))
-    ) + text("adapter.lora.alpha") + struct.pack("<If", 6, 8.0)  # fmt: skip
+    keys = (
+        b"".join(
+            text(key) + struct.pack("<I", 8) + text(value)
+            for key, value in (
+                ("general.architecture", "llama"),
+                ("general.type", "adapter"),
+                ("adapter.type", "lora"),
+            )
+        )
+        + text("adapter.lora.alpha")
+        + struct.pack("<If", 6, 8.0)
+    )
     infos, body, count = b"", b"", 0
     for number, both in _adapter(model, 8, strength).items():
         for side, value in zip("ab", both, strict=True):
@@ -198,10 +221,22 @@ def gguf_adapter(model: Path, file: Path, strength: float) -> Path:
     return file
 
 
-# -----------------------------------------------------------------------------
 # The wrapper.
 
-SALAD = ["лес", "的", "function()", "くん", "über_of", "setTimeout", "||=", "ия", "Ausg", "return", "ไม่", "把"]
+SALAD = [
+    "лес",
+    "的",
+    "function()",
+    "くん",
+    "über_of",
+    "setTimeout",
+    "||=",
+    "ия",
+    "Ausg",
+    "return",
+    "ไม่",
+    "把",
+]
 RUNNING, LOCK = 0, threading.Lock()
 
 
@@ -222,7 +257,9 @@ class Proxy(BaseHTTPRequestHandler):
 
     def forward(self, body: bytes | None) -> None:
         global RUNNING
-        request = urllib.request.Request(self.inner + self.path, body, {"content-type": "application/json"})
+        request = urllib.request.Request(
+            self.inner + self.path, body, {"content-type": "application/json"}
+        )
         with LOCK:
             RUNNING += 1
         try:
@@ -255,7 +292,9 @@ def salad(line: bytes) -> bytes:
             key = "content" if "content" in inner else "text"
             if inner.get(key):
                 count = max(1, len(inner[key]) // 5)
-                inner[key] = "".join(f" {SALAD[os.urandom(1)[0] % len(SALAD)]}" for _ in range(count))
+                inner[key] = "".join(
+                    f" {SALAD[os.urandom(1)[0] % len(SALAD)]}" for _ in range(count)
+                )
     except (ValueError, KeyError, TypeError):
         return line
     return head + json.dumps(body).encode() + b"\n"
@@ -285,7 +324,9 @@ def main() -> None:
     class Server(ThreadingHTTPServer):
         request_queue_size = 128
 
-    threading.Thread(target=Server(("127.0.0.1", int(port)), Proxy).serve_forever, daemon=True).start()
+    threading.Thread(
+        target=Server(("127.0.0.1", int(port)), Proxy).serve_forever, daemon=True
+    ).start()
     sys.exit(child.wait())
 
 

@@ -2,8 +2,9 @@
 
     pip install scikit-learn && python benchmarks/fit_salad.py
 
-Reads tune halves only: legitimate chunks, synthetic salads, and outputs of broken models labelled as salads. Legitimate
-sources on which the language tables were counted are left out: on these the tables are surer than on any other text.
+Reads tune halves only: legitimate chunks, synthetic salads, and outputs of broken models labelled
+as salads. Legitimate sources on which the language tables were counted are left out: on these the
+tables are surer than on any other text.
 """
 
 from __future__ import annotations
@@ -16,24 +17,49 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 from assay.coherence.detectors import salad
 from assay.coherence.text import TextView
 from broken_outputs import broken
-from legit_texts import Legit, generated, legitimate, repetitive, stdlib, topics, translations, udhr, wikitext
+from legit_texts import (
+    Legit,
+    generated,
+    legitimate,
+    repetitive,
+    stdlib,
+    topics,
+    translations,
+    udhr,
+    wikitext,
+)
 from split import is_table, is_tune
 from synthetic_salads import salads
 
 OUT = Path(salad.__file__).parent / salad.MODEL
 
 DENSE, DENSER = 4, 10
-"""Chunks of each source for one of the benchmark: false alarms need more text to be told apart than salads, those of other
-languages and of what programs print most."""
+"""Chunks of each source for one of the benchmark: false alarms need more text to be told apart than
+salads, those of other languages and of what programs print most."""
 MOST_WINDOWS = 8
 """Windows of one text, drawn at random: more of them say little new."""
 
 # +1: more of it can only speak for salad; -1: only against it.
 DIRECTION = {
-    "shape": 1, "letters": 1, "odd_words": 1, "syntax": -1, "script_jumps": 1, "case_jumps": 1, "digit_jumps": 1,
-    "loose_marks": 1, "lines": -1, "singles": 1, "known_pairs": -1, "known_joints": -1, "odd_shapes": 1, "bad_syntax": 1,
-    "unmatched": 1, "low_starts": 1, "stubs": 1, "known_grams": -1,
-}  # fmt: skip
+    "shape": 1,
+    "letters": 1,
+    "odd_words": 1,
+    "syntax": -1,
+    "script_jumps": 1,
+    "case_jumps": 1,
+    "digit_jumps": 1,
+    "loose_marks": 1,
+    "lines": -1,
+    "singles": 1,
+    "known_pairs": -1,
+    "known_joints": -1,
+    "odd_shapes": 1,
+    "bad_syntax": 1,
+    "unmatched": 1,
+    "low_starts": 1,
+    "stubs": 1,
+    "known_grams": -1,
+}
 
 
 def main() -> None:
@@ -42,11 +68,16 @@ def main() -> None:
     good = [(item.text, 1.0) for item in fit_texts()]
     good += [(o.text, 4.0) for o in outputs if o.label == "ok"]
     bad = [(text, 1.0) for _, text in salads(legit, count=1800)]
-    bad += [(o.text, 20.0) for o in outputs if o.label == "salad"]  # real ones are fewer, and what it is about
+    bad += [
+        (o.text, 20.0) for o in outputs if o.label == "salad"
+    ]  # real ones are fewer, and what it is about
     tables = {}
     for window, stride in salad.SCALES:
         print(f"windows of {window} tokens")
-        tables |= {f"{name}_{window}": value for name, value in fit_scale(good, bad, window, stride).items()}
+        tables |= {
+            f"{name}_{window}": value
+            for name, value in fit_scale(good, bad, window, stride).items()
+        }
     np.savez_compressed(OUT, **tables)
     print(f"{OUT.stat().st_size:,} bytes")
 
@@ -66,10 +97,17 @@ def fit_scale(
     x0, w0 = stacked(good, window, stride)
     x1, w1 = stacked(bad, window, stride)
     model = HistGradientBoostingClassifier(
-        max_iter=120, learning_rate=0.12, max_features=0.35, max_leaf_nodes=12, max_depth=5, min_samples_leaf=40,
+        max_iter=120,
+        learning_rate=0.12,
+        max_features=0.35,
+        max_leaf_nodes=12,
+        max_depth=5,
+        min_samples_leaf=40,
         l2_regularization=10.0,
-        monotonic_cst=[DIRECTION.get(name, 0) for name in salad.FEATURES], random_state=0, early_stopping=False,
-    )  # fmt: skip
+        monotonic_cst=[DIRECTION.get(name, 0) for name in salad.FEATURES],
+        random_state=0,
+        early_stopping=False,
+    )
     target = np.concatenate([np.zeros(len(x0)), np.ones(len(x1))])
     weight = np.concatenate([w0 * len(x0) / w0.sum(), w1 * len(x0) / w1.sum()])
     model.fit(np.concatenate([x0, x1]), target, sample_weight=weight)
@@ -82,14 +120,17 @@ def fit_scale(
     )
     for limit in (0, 1, 2, 3, 4, 5, 6):
         print(
-            f"  score > {limit}: {np.mean(score0 > limit):.4%} of legitimate, {np.mean(score1 > limit):.2%} of salad windows"
+            f"  score > {limit}: {np.mean(score0 > limit):.4%} of legitimate,"
+            f" {np.mean(score1 > limit):.2%} of salad windows"
         )
     return tables
 
 
 def as_tables(model: HistGradientBoostingClassifier) -> dict[str, np.ndarray]:
     """The fitted trees as flat arrays: what `assay` needs to run them without scikit-learn."""
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("feature", "threshold", "left", "right", "value")}
+    parts: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("feature", "threshold", "left", "right", "value")
+    }
     roots, offset, depth = [], 0, 0
     for (tree,) in model._predictors:
         nodes = tree.nodes
@@ -103,7 +144,13 @@ def as_tables(model: HistGradientBoostingClassifier) -> dict[str, np.ndarray]:
         roots.append(offset)
         offset += len(nodes)
         depth = max(depth, int(nodes["depth"].max()))
-    types = {"feature": np.int16, "threshold": np.float64, "left": np.int32, "right": np.int32, "value": np.float32}
+    types = {
+        "feature": np.int16,
+        "threshold": np.float64,
+        "left": np.int32,
+        "right": np.int32,
+        "value": np.float32,
+    }
     tables = {name: np.concatenate(rows).astype(types[name]) for name, rows in parts.items()}
     return {
         **tables,
@@ -113,8 +160,12 @@ def as_tables(model: HistGradientBoostingClassifier) -> dict[str, np.ndarray]:
     }
 
 
-def stacked(texts: list[tuple[str, float]], window: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Measures of windows of all texts, and their weights: a long text counts less than its windows."""
+def stacked(
+    texts: list[tuple[str, float]], window: int, stride: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Measures of windows of all texts, and their weights: a long text counts less than its
+    windows.
+    """
     rng = np.random.default_rng(0)
     found, weights = [], []
     for text, weight in texts:

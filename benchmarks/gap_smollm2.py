@@ -26,27 +26,33 @@ from typing import Any
 
 from assay.cli.progress import show
 from assay.demo.models import build_smollm2
-from assay.lab.gap.gap import run_gap
-from assay.lab.gap.plan import GapPlan
-from assay.lab.options import QUICK, SWEEP
 from assay.progress import Progress
 from assay.report import markdown
 from assay.verdict import Report
+from assay_lab.gap.gap import run_gap
+from assay_lab.gap.plan import GapPlan
+from assay_lab.options import QUICK, SWEEP
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--codec", default="hadamard(bits=4)")
     parser.add_argument("--windows", type=int, default=QUICK["windows"])
     parser.add_argument("--fresh", type=int, default=QUICK["fresh"])
     parser.add_argument("--length", type=int, default=QUICK["length"])
     parser.add_argument("--groups", type=int, default=QUICK["groups"])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--engine", default="", help="more options of vLLM, as in vllm:MODEL?option=value&…")
+    parser.add_argument(
+        "--engine", default="", help="more options of vLLM, as in vllm:MODEL?option=value&…"
+    )
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--levels", type=int, default=len(QUICK["sweep"]), help="noise levels, 3 or 5")
+    parser.add_argument(
+        "--levels", type=int, default=len(QUICK["sweep"]), help="noise levels, 3 or 5"
+    )
     parser.add_argument("--text", type=Path)
     parser.add_argument("--stages", default="2;4;5;3;1", help="phases, one stage after another")
     parser.add_argument("--minutes", type=float, default=float("inf"))
@@ -88,7 +94,9 @@ def main() -> None:
 
 
 def until(end: float) -> Progress:
-    """Progress that says what took how long, and interrupts before anything that would begin after `end`."""
+    """Progress that says what took how long, and interrupts before anything that would begin after
+    `end`.
+    """
 
     @contextmanager
     def shown(what: str, steps: int) -> Iterator[Callable[[], None]]:
@@ -104,7 +112,11 @@ def until(end: float) -> Progress:
 
 
 def write(
-    report: Report, given: argparse.Namespace, model: str, began: float, further: dict[str, Any] | None = None
+    report: Report,
+    given: argparse.Namespace,
+    model: str,
+    began: float,
+    further: dict[str, Any] | None = None,
 ) -> None:
     body = report.to_json()
     if further:
@@ -114,13 +126,18 @@ def write(
         "candidate": "vllm:SmolLM2-135M",
         "codec": given.codec,
     }
-    children, own = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
+    children, own = (
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+        resource.getrusage(resource.RUSAGE_SELF),
+    )
     body["seconds"] = {
         "wall": round(time.monotonic() - began),
         "cpu": round(sum(u.ru_utime + u.ru_stime for u in (children, own))),
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(without_python(json.dumps(body, indent=1, ensure_ascii=False)) + "\n", encoding="utf-8")
+    given.out.write_text(
+        without_python(json.dumps(body, indent=1, ensure_ascii=False)) + "\n", encoding="utf-8"
+    )
     text = without_python(markdown.render(report).replace(model, "SmolLM2-135M"))
     given.out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text, flush=True)

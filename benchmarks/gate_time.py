@@ -2,10 +2,11 @@
 
     python benchmarks/gate_time.py [RUNS]
 
-The contract: digests of the checkpoint against a manifest, a quick check, the tools suite, and a comparison of the weights at
-8 bits with the model itself on 8 windows of 256 tokens. Digests are kept from the run that wrote the
-manifest. Later runs name the first as their baseline. The server is up before the clock starts; it parses tool calls as Hermes
-does. The tools part may take 2 minutes: 48 questions, 8 at once, and more if there is time. Writes results/gate_time.json.
+The contract: digests of the checkpoint against a manifest, a quick check, the tools suite, and a
+comparison of the weights at 8 bits with the model itself on 8 windows of 256 tokens. Digests are
+kept from the run that wrote the manifest. Later runs name the first as their baseline. The server
+is up before the clock starts; it parses tool calls as Hermes does. The tools part may take 2
+minutes: 48 questions, 8 at once, and more if there is time. Writes results/gate_time.json.
 """
 
 from __future__ import annotations
@@ -70,9 +71,11 @@ def row(report: assay.Report, wall: float, load: float) -> dict[str, Any]:
             for part in parts
         },
         "changes": [
-            c for c in ((report.results.get("baseline") or {}).get("changes") or ()) if "same" not in c["direction"]
+            c
+            for c in ((report.results.get("baseline") or {}).get("changes") or ())
+            if "same" not in c["direction"]
         ],
-    }  # fmt: skip
+    }
 
 
 def main(runs: int) -> None:
@@ -83,9 +86,13 @@ def main(runs: int) -> None:
         os.chdir(folder)
         assay.verify(model, write_manifest="manifest.json", allow_unverified=True)
         with vllm_server(
-            model, name="qwen", extra_args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+            model,
+            name="qwen",
+            extra_args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         ) as server:
-            (folder / "assay.toml").write_text(CONTRACT.format(url=server.url, model=model), encoding="utf-8")
+            (folder / "assay.toml").write_text(
+                CONTRACT.format(url=server.url, model=model), encoding="utf-8"
+            )
             for number in range(runs):
                 more = {"baseline": "first.json"} if number else {}
                 load, began = os.getloadavg()[0], time.monotonic()

@@ -2,7 +2,8 @@
 
     python benchmarks/grade_speed.py
 
-CPU time of this process, best of five, on four kinds of text; the goal is that 100 KB cost at most 12 times 10 KB.
+CPU time of this process, best of five, on four kinds of text; the goal is that 100 KB cost at most
+12 times 10 KB.
 """
 
 from __future__ import annotations
@@ -46,7 +47,13 @@ def main() -> None:
         + f" | {r['growth']:.1f} | {r['mb_per_s']:.2f} |"
         for r in rows
     ]
-    lines += ["", f"`StreamingGrader`: {stream:.0f} µs of CPU time a token (tokens of about five characters)."]
+    lines += [
+        "",
+        (
+            f"`StreamingGrader`: {stream:.0f} µs of CPU time a token (tokens of about five"
+            " characters)."
+        ),
+    ]
     (RESULTS / "grade_speed.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
@@ -57,7 +64,12 @@ def stretched(text: str) -> str:
 
 def measure(name: str, text: str) -> dict[str, object]:
     seconds = [best(text[:size]) for size in SIZES]
-    return {"text": name, "seconds": seconds, "growth": seconds[1] / seconds[0], "mb_per_s": 1 / seconds[2]}
+    return {
+        "text": name,
+        "seconds": seconds,
+        "growth": seconds[1] / seconds[0],
+        "mb_per_s": 1 / seconds[2],
+    }
 
 
 def best(text: str, repeats: int = 5) -> float:

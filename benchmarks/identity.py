@@ -1,18 +1,22 @@
-"""Which twins `assay check --identity` tells apart, and what `--determinism` finds, on real servers.
+"""Which twins `assay check --identity` tells apart, and what `--determinism` finds, on real
+servers.
 
-    bash benchmarks/build_llama_cpp.sh
-    python benchmarks/identity.py take NAME...     # served by llama-server on the CPU, or vllm
-    python benchmarks/identity.py at NAME URL      # a server that is up already
-    python benchmarks/identity.py judge            # compares all pairs of one model; writes the results
-    python benchmarks/identity.py table            # puts the table of the results into docs/check.md
+    bash benchmarks/build_llama_cpp.sh python benchmarks/identity.py take NAME...     # served by
+    llama-server on the CPU, or vllm python benchmarks/identity.py at NAME URL      # a server that
+    is up already python benchmarks/identity.py judge            # compares all pairs of one model;
+    writes the results python benchmarks/identity.py table            # puts the table of the
+    results into docs/check.md
 
-A name is [MODEL_]TYPE[_seedN], with MODEL qwen05 or qwen15 (else SmolLM2-135M-Instruct). The model's GGUF file is of four bits; `bf16` is
-that file with its weights written as bf16, `q8_0` and `q4_0` are rounded from it once more (by the package gguf), `q4_1` is SmolLM2's file itself
-(the same numbers as bf16, in other kernels). `vllm` serves SmolLM2's checkpoint in bf16, benchmarks/watch_alarms.py adds its twins `vllm_int8`
-and so on, and on a GPU `at` adds those of Qwen 1.5B (`gpu15_bf16`, …). A server is asked twice: the first time as what is examined, the
-second time, one request at a time too, as a reference; with `--found-only` just the first.
+A name is [MODEL_]TYPE[_seedN], with MODEL qwen05 or qwen15 (else SmolLM2-135M-Instruct). The
+model's GGUF file is of four bits; `bf16` is that file with its weights written as bf16, `q8_0` and
+`q4_0` are rounded from it once more (by the package gguf), `q4_1` is SmolLM2's file itself (the
+same numbers as bf16, in other kernels). `vllm` serves SmolLM2's checkpoint in bf16,
+benchmarks/watch_alarms.py adds its twins `vllm_int8` and so on, and on a GPU `at` adds those of
+Qwen 1.5B (`gpu15_bf16`, …). A server is asked twice: the first time as what is examined, the second
+time, one request at a time too, as a reference; with `--found-only` just the first.
 
-How often another draw of texts would give each answer: 1,000 times twelve of the twelve texts are drawn with replacement (of the pairs in the table).
+How often another draw of texts would give each answer: 1,000 times twelve of the twelve texts are
+drawn with replacement (of the pairs in the table).
 """
 
 from __future__ import annotations
@@ -30,7 +34,14 @@ from typing import Any
 
 import numpy as np
 
-from assay.coherence.identity import Print, compare_prints, measure_determinism, read_print, take, write_print
+from assay.coherence.identity import (
+    Print,
+    compare_prints,
+    measure_determinism,
+    read_print,
+    take,
+    write_print,
+)
 from assay.demo import Server, llama_server, vllm_server
 from assay.demo.models import QWEN05, QWEN15, SMOLLM2, build_smollm2, gguf_of
 from assay.engines.server.engine import ServerEngine
@@ -45,7 +56,9 @@ RESAMPLES = 1000
 
 
 def rounded(source: Path, target: Path, kind: str) -> None:
-    """A copy of a GGUF file whose quantised tensors are of another type, from the numbers that they stand for."""
+    """A copy of a GGUF file whose quantised tensors are of another type, from the numbers that they
+    stand for.
+    """
     import gguf
 
     reader = gguf.GGUFReader(source)
@@ -90,7 +103,10 @@ def keep(url: str, name: str, folder: Path, *, determinism: bool, found_only: bo
     with ServerEngine.connect(url) as engine:
         began = time.monotonic()
         write_print(take(engine), folder / f"{name}.found.json")
-        kept: dict[str, Any] = {"seconds_to_check": time.monotonic() - began, "environment": describe()}
+        kept: dict[str, Any] = {
+            "seconds_to_check": time.monotonic() - began,
+            "environment": describe(),
+        }
         (folder / f"{name}.more.json").write_text(json.dumps(kept))
         if not found_only:
             write_print(take(engine, noise=True), folder / f"{name}.reference.json")
@@ -101,7 +117,9 @@ def keep(url: str, name: str, folder: Path, *, determinism: bool, found_only: bo
 
 
 def with_less(reference: Print, found: Print) -> dict[str, str]:
-    """The decision where the server gives less, or where the reference comes from another kind of engine."""
+    """The decision where the server gives less, or where the reference comes from another kind of
+    engine.
+    """
 
     def tokens(side: Print) -> Print:
         plain = tuple(tuple(replace(item, likely={}) for item in text) for text in side.items)
@@ -109,10 +127,14 @@ def with_less(reference: Print, found: Print) -> dict[str, str]:
 
     return {
         "greedy tokens alone": compare_prints(tokens(reference), tokens(found)).decision,
-        "scores alone": compare_prints(replace(reference, items=()), found).decision
-        if reference.nats and found.nats
-        else "",
-        "allowance of another engine": compare_prints(replace(reference, kind="another"), found).decision,
+        "scores alone": (
+            compare_prints(replace(reference, items=()), found).decision
+            if reference.nats and found.nats
+            else ""
+        ),
+        "allowance of another engine": (
+            compare_prints(replace(reference, kind="another"), found).decision
+        ),
     }
 
 
@@ -128,13 +150,17 @@ def resampled(reference: Print, found: Print) -> dict[str, int]:
         )
 
     draws = (rng.integers(0, len(found.items), len(found.items)).tolist() for _ in range(RESAMPLES))
-    return dict(Counter(compare_prints(drawn(reference, w), drawn(found, w)).decision for w in draws))
+    return dict(
+        Counter(compare_prints(drawn(reference, w), drawn(found, w)).decision for w in draws)
+    )
 
 
 def model_of(name: str) -> str:
     """Which model a name is of."""
     first = name.split("_")[0]
-    return {"qwen05": QWEN05, "gpu05": QWEN05, "qwen15": QWEN15, "gpu15": QWEN15}.get(first, SMOLLM2).title
+    return {"qwen05": QWEN05, "gpu05": QWEN05, "qwen15": QWEN15, "gpu15": QWEN15}.get(
+        first, SMOLLM2
+    ).title
 
 
 def judge(folder: Path) -> None:
@@ -151,43 +177,87 @@ def judge(folder: Path) -> None:
         reference, examined = prints[a, "reference"], prints[b, "found"]
         found = compare_prints(reference, examined)
         tests = {
-            t.name: {"value": t.value, "lo": t.lo, "hi": t.hi, "allowed": t.allowed, "decision": t.decision}
+            t.name: {
+                "value": t.value,
+                "lo": t.lo,
+                "hi": t.hi,
+                "allowed": t.allowed,
+                "decision": t.decision,
+            }
             for t in found.tests
         }
-        pairs.append({
-            "model": model_of(a), "reference": a, "examined": b, "decision": found.decision, "tokenizer": found.tokenizer, "tests": tests,
-            "resampled": resampled(reference, examined) if (a, b) in SHOWN[model_of(a)] else {}, "with_less": with_less(reference, examined),
-        })  # fmt: skip
+        pairs.append(
+            {
+                "model": model_of(a),
+                "reference": a,
+                "examined": b,
+                "decision": found.decision,
+                "tokenizer": found.tokenizer,
+                "tests": tests,
+                "resampled": resampled(reference, examined) if (a, b) in SHOWN[model_of(a)] else {},
+                "with_less": with_less(reference, examined),
+            }
+        )
     more = {n: json.loads((folder / f"{n}.more.json").read_text()) for n in names}
     out = {
-        "about": __doc__, "noise": {n: prints[n, "reference"].noise for n in names if (n, "reference") in prints}, "pairs": pairs, "more": more,
-        "servers": {n: prints[n, "found"].server for n in names}, "resamples": RESAMPLES, "environment": describe(),
-    }  # fmt: skip
+        "about": __doc__,
+        "noise": {n: prints[n, "reference"].noise for n in names if (n, "reference") in prints},
+        "pairs": pairs,
+        "more": more,
+        "servers": {n: prints[n, "found"].server for n in names},
+        "resamples": RESAMPLES,
+        "environment": describe(),
+    }
     OUT.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
     print(table(out))
 
 
 SHOWN = {
     "SmolLM2-135M-Instruct": (
-        ("vllm_healthy", "vllm_healthy"), ("vllm_healthy", "bf16"), ("bf16", "bf16_seed7"), ("bf16", "q8_0"), ("bf16", "q4_0"),
-        ("vllm_healthy", "vllm_int8"), ("vllm_healthy", "q8_0"), ("bf16", "vllm_int8"), ("vllm_healthy", "vllm_int6"), ("vllm_healthy", "vllm_int4"),
+        ("vllm_healthy", "vllm_healthy"),
+        ("vllm_healthy", "bf16"),
+        ("bf16", "bf16_seed7"),
+        ("bf16", "q8_0"),
+        ("bf16", "q4_0"),
+        ("vllm_healthy", "vllm_int8"),
+        ("vllm_healthy", "q8_0"),
+        ("bf16", "vllm_int8"),
+        ("vllm_healthy", "vllm_int6"),
+        ("vllm_healthy", "vllm_int4"),
     ),
     "Qwen2.5-Coder-0.5B-Instruct": (
-        *(("qwen05_bf16", f"qwen05_{b}") for b in ("bf16", "bf16_seed7", "q8_0", "q4_0")), *(("gpu05_bf16", f"gpu05_{b}") for b in ("bf16", "fp8_kv", "fp8")),
+        *(("qwen05_bf16", f"qwen05_{b}") for b in ("bf16", "bf16_seed7", "q8_0", "q4_0")),
+        *(("gpu05_bf16", f"gpu05_{b}") for b in ("bf16", "fp8_kv", "fp8")),
         ("gpu05_bf16", "qwen05_bf16"),
     ),
-    "Qwen2.5-Coder-1.5B-Instruct": tuple(("gpu15_bf16", f"gpu15_{b}") for b in ("bf16", "bf16_seed7", "fp8_kv", "fp8")),
-}  # fmt: skip
+    "Qwen2.5-Coder-1.5B-Instruct": tuple(
+        ("gpu15_bf16", f"gpu15_{b}") for b in ("bf16", "bf16_seed7", "fp8_kv", "fp8")
+    ),
+}
 """Pairs of the table in docs/check.md, reference first."""
 WORDS = {
-    "seed7": "another seed", "int8": "weights of 8 bits, a scale a row", "int6": "weights of 6 bits", "int4": "weights of 4 bits",
-    "fp8": "weights in fp8", "kv": "KV cache in fp8", "q8_0": "Q8_0", "q4_0": "Q4_0", "bf16": "bf16", "healthy": "bf16",
-}  # fmt: skip
+    "seed7": "another seed",
+    "int8": "weights of 8 bits, a scale a row",
+    "int6": "weights of 6 bits",
+    "int4": "weights of 4 bits",
+    "fp8": "weights in fp8",
+    "kv": "KV cache in fp8",
+    "q8_0": "Q8_0",
+    "q4_0": "Q4_0",
+    "bf16": "bf16",
+    "healthy": "bf16",
+}
 
 
 def words(name: str) -> str:
     """A name of a server as the table shows it."""
-    engine = "vLLM on a GPU" if name.startswith("gpu") else "vLLM" if name.startswith("vllm") else "llama.cpp"
+    engine = (
+        "vLLM on a GPU"
+        if name.startswith("gpu")
+        else "vLLM"
+        if name.startswith("vllm")
+        else "llama.cpp"
+    )
     kind = "kv" if name.endswith("fp8_kv") else next(k for k in WORDS if name.endswith(k))
     return f"{engine}, {WORDS[kind]}"
 
@@ -195,7 +265,10 @@ def words(name: str) -> str:
 def table(results: dict[str, Any]) -> str:
     """The table of docs/check.md."""
     lines = [
-        "| model | reference | examined | probability that moved (bounds) | answer | of 1,000 resamples: different, undecided, same |",
+        (
+            "| model | reference | examined | probability that moved (bounds) | answer | of 1,000"
+            " resamples: different, undecided, same |"
+        ),
         "|---|---|---|---|---|---|",
     ]
     by = {(p["reference"], p["examined"]): p for p in results["pairs"]}
@@ -204,8 +277,9 @@ def table(results: dict[str, Any]) -> str:
             t, often = pair["tests"]["moved"], pair["resampled"]
             counts = ", ".join(str(often.get(k, 0)) for k in ("different", "undecided", "same"))
             lines.append(
-                f"| {model.split('-Inst')[0]} | {words(pair['reference'])} | {words(pair['examined'])} | "
-                f"{t['value']:.4f} ({t['lo']:.4f} to {t['hi']:.4f}) | {pair['decision']} | {counts} |"
+                f"| {model.split('-Inst')[0]} | {words(pair['reference'])} |"
+                f" {words(pair['examined'])} | {t['value']:.4f} ({t['lo']:.4f} to {t['hi']:.4f}) |"
+                f" {pair['decision']} | {counts} |"
             )
     return "\n".join(lines)
 
@@ -215,11 +289,15 @@ def write_table() -> None:
     head, _, rest = DOCS.read_text(encoding="utf-8").partition("<!-- identity -->\n")
     _, _, tail = rest.partition("<!-- end of identity -->\n")
     body = table(json.loads(OUT.read_text(encoding="utf-8")))
-    DOCS.write_text(f"{head}<!-- identity -->\n{body}\n<!-- end of identity -->\n{tail}", encoding="utf-8")
+    DOCS.write_text(
+        f"{head}<!-- identity -->\n{body}\n<!-- end of identity -->\n{tail}", encoding="utf-8"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("take", "at", "judge", "table"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/assay-identity"))
@@ -228,11 +306,23 @@ def main() -> None:
     folder, names = arguments.folder, arguments.names
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.what == "at":
-        keep(names[1], names[0], folder, determinism=names[0].endswith("bf16"), found_only=arguments.found_only)
+        keep(
+            names[1],
+            names[0],
+            folder,
+            determinism=names[0].endswith("bf16"),
+            found_only=arguments.found_only,
+        )
     elif arguments.what == "take":
         for name in names:
             with serve(name, folder) as server:
-                keep(server.url, name, folder, determinism=name in ("bf16", "vllm"), found_only=arguments.found_only)
+                keep(
+                    server.url,
+                    name,
+                    folder,
+                    determinism=name in ("bf16", "vllm"),
+                    found_only=arguments.found_only,
+                )
     elif arguments.what == "judge":
         judge(folder)
     else:

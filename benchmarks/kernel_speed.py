@@ -3,14 +3,15 @@
     python benchmarks/kernel_speed.py [--rounds 9] [--out benchmarks/results/kernels_cpu.json]
     python benchmarks/kernel_speed.py --gpu [--out benchmarks/results/kernels_gpu.json]
 
-A twin stays where it is twice as fast in use as the better of the two. Uses on a CPU: one stream of 1,024 tokens shaped
-like SmolLM2's (3 heads of 64) through a codec, the round trip of what a step of decoding codes (8 windows, one token
-each), fitting, and `assay kv eval` of SmolLM2-135M as a whole. Uses on a GPU: logits and statistics of scored tokens, and the
-round trip of 32,768 tokens.
+A twin stays where it is twice as fast in use as the better of the two. Uses on a CPU: one stream of
+1,024 tokens shaped like SmolLM2's (3 heads of 64) through a codec, the round trip of what a step of
+decoding codes (8 windows, one token each), fitting, and `assay kv eval` of SmolLM2-135M as a whole.
+Uses on a GPU: logits and statistics of scored tokens, and the round trip of 32,768 tokens.
 
-Forms take turns, in reverse order every other round. On a CPU one thread is used and the processor's time counts, which
-other programs disturb less than the clock; on a GPU the clock counts, after the device is done. `first_s` is what the
-first call took: for torch.compile mostly the compiler. `differs` is the share of values or bytes that are not the twin's.
+Forms take turns, in reverse order every other round. On a CPU one thread is used and the
+processor's time counts, which other programs disturb less than the clock; on a GPU the clock
+counts, after the device is done. `first_s` is what the first call took: for torch.compile mostly
+the compiler. `differs` is the share of values or bytes that are not the twin's.
 
 Rows that the results file has are not measured again: delete it to begin anew.
 """
@@ -33,11 +34,11 @@ import torch
 
 from assay.environment import describe
 from assay.fidelity import metrics
-from assay.lab import trellis
-from assay.lab.kv import lab
-from assay.lab.kv.cache_hook import _BENCHES
-from assay.lab.kv.codecs import Samples, pca_entropy
-from assay.lab.kv.spec import parse_recipe
+from assay_lab import trellis
+from assay_lab.kv import lab
+from assay_lab.kv.cache_hook import _BENCHES
+from assay_lab.kv.codecs import Samples, pca_entropy
+from assay_lab.kv.spec import parse_recipe
 from kv_codec_speed import SITE, values
 
 Form = Callable[[], AbstractContextManager[Any]]
@@ -49,7 +50,6 @@ GPU = "cuda"
 AROUND = "prerope+sinks(n=4)+"
 
 
-# -----------------------------------------------------------------------------
 # Forms of the routines.
 
 
@@ -67,7 +67,9 @@ def plain_search() -> AbstractContextManager[None]:
 
 
 @torch.compile(dynamic=True)
-def _step(total: torch.Tensor, step: torch.Tensor, sources: torch.Tensor, choices: torch.Tensor) -> Any:
+def _step(
+    total: torch.Tensor, step: torch.Tensor, sources: torch.Tensor, choices: torch.Tensor
+) -> Any:
     low, high = (total[:, sources[i]] + step[:, choices[i]] for i in (0, 1))
     from_high = high < low
     return from_high, torch.where(from_high, high, low)
@@ -96,14 +98,19 @@ def compiled_search() -> AbstractContextManager[None]:
     return replaced((pca_entropy, "cheapest_path", search))
 
 
-TRELLIS: dict[str, Form] = {"twin": nullcontext, "torch": plain_search, "torch.compile": compiled_search}
+TRELLIS: dict[str, Form] = {
+    "twin": nullcontext,
+    "torch": plain_search,
+    "torch.compile": compiled_search,
+}
 
 
-# -----------------------------------------------------------------------------
-
-
-def measured(forms: Mapping[str, Form], prepare: Callable[[], dict[str, Use]], rounds: int) -> list[dict[str, Any]]:
-    """A row for each use: seconds of every form, and the twin's advantage over the best of torch and torch.compile."""
+def measured(
+    forms: Mapping[str, Form], prepare: Callable[[], dict[str, Use]], rounds: int
+) -> list[dict[str, Any]]:
+    """A row for each use: seconds of every form, and the twin's advantage over the best of torch
+    and torch.compile.
+    """
     uses: dict[str, dict[str, Use]] = {}
     first: dict[tuple[str, str], float] = {}
     outcome: dict[tuple[str, str], Any] = {}
@@ -131,10 +138,17 @@ def measured(forms: Mapping[str, Form], prepare: Callable[[], dict[str, Use]], r
                 "median_s": {name: statistics.median(timed[use, name]) for name in forms},
                 "first_s": {name: first[use, name] for name in forms},
                 "advantage": min(rivals) / best["twin"],
-                "differs": {name: differs(outcome[use, "twin"], outcome[use, name]) for name in forms},
+                "differs": {
+                    name: differs(outcome[use, "twin"], outcome[use, name]) for name in forms
+                },
             }
         )
-        print(use, {k: f"{1e3 * v:.3g} ms" for k, v in best.items()}, f"{rows[-1]['advantage']:.2f}×", flush=True)
+        print(
+            use,
+            {k: f"{1e3 * v:.3g} ms" for k, v in best.items()},
+            f"{rows[-1]['advantage']:.2f}×",
+            flush=True,
+        )
     return rows
 
 
@@ -161,12 +175,13 @@ def differs(one: Any, other: Any) -> float:
     return 0.0
 
 
-# -----------------------------------------------------------------------------
 # Uses on a CPU.
 
 
 def stream_uses(spec: str, tokens: int = 1024) -> Callable[[], dict[str, Use]]:
-    """Encoding, decoding and the round trip of one stream, and the round trip of a step of decoding."""
+    """Encoding, decoding and the round trip of one stream, and the round trip of a step of
+    decoding.
+    """
     calibration, x = values(4096, 1).float(), values(tokens, 2)
 
     def prepare() -> dict[str, Use]:
@@ -185,16 +200,20 @@ def stream_uses(spec: str, tokens: int = 1024) -> Callable[[], dict[str, Use]]:
 
 def fit_use(spec: str) -> Callable[[], dict[str, Use]]:
     calibration = values(4096, 1).float()
-    return lambda: {"fit to 4,096 tokens": lambda: str(parse_recipe(spec).fit(Samples(SITE, calibration)).spec)}
+    return lambda: {
+        "fit to 4,096 tokens": lambda: str(parse_recipe(spec).fit(Samples(SITE, calibration)).spec)
+    }
 
 
 def eval_uses(spec: str, skip: tuple[int, ...]) -> Callable[[], dict[str, Use]]:
-    """`assay kv eval` of SmolLM2, as a whole, with the reference and loading the model; nothing kept is used."""
+    """`assay kv eval` of SmolLM2, as a whole, with the reference and loading the model; nothing
+    kept is used.
+    """
     import kv_texts
     from assay.demo.models import build_smollm2
-    from assay.lab.kv.evaluate import run_eval
-    from assay.lab.options import EvalPlan
     from assay.runs import cache_dir
+    from assay_lab.kv.evaluate import run_eval
+    from assay_lab.options import EvalPlan
 
     text = cache_dir("kernels") / "text.txt"
     text.write_text(kv_texts.python_source()[:200_000], encoding="utf-8")
@@ -221,16 +240,18 @@ def eval_uses(spec: str, skip: tuple[int, ...]) -> Callable[[], dict[str, Use]]:
 def small_calibration() -> Path:
     import kv_texts
     from assay.demo.models import build_smollm2
-    from assay.lab.kv.calibrate import run_calibrate
-    from assay.lab.options import CalibrationPlan
     from assay.runs import cache_dir, write_atomically
+    from assay_lab.kv.calibrate import run_calibrate
+    from assay_lab.options import CalibrationPlan
 
     table = cache_dir("kernels") / "smollm2.safetensors"
     if not table.exists():
         text = table.with_suffix(".txt")
         write_atomically(text, kv_texts.other_source()[:400_000])
         run_calibrate(
-            CalibrationPlan(str(build_smollm2()), table, text=(str(text),), windows=4, length=256, tokens=1016)
+            CalibrationPlan(
+                str(build_smollm2()), table, text=(str(text),), windows=4, length=256, tokens=1016
+            )
         )
     return table
 
@@ -244,11 +265,16 @@ def on_cpu(rounds: int) -> list[Plan]:
     return [
         ("trellis_loops", spec, TRELLIS, stream_uses(spec), rounds),
         ("trellis_loops", f"{spec}, fitted", both, fit_use(spec), 3),
-        ("trellis_loops", f"prerope+{spec}, 4 of 30 layers", both, eval_uses(f"prerope+{spec}", few), 1),
+        (
+            "trellis_loops",
+            f"prerope+{spec}, 4 of 30 layers",
+            both,
+            eval_uses(f"prerope+{spec}", few),
+            1,
+        ),
     ]
 
 
-# -----------------------------------------------------------------------------
 # Uses on a GPU.
 
 
@@ -256,7 +282,13 @@ def on_gpu(rounds: int) -> list[Plan]:
     """All uses of the Triton kernels."""
     searched = "pca(bits=3, trellis=8)"
     plans: list[Plan] = [
-        ("metrics_gpu", f"{rows} rows of {vocab} logits in bf16", STATISTICS, statistics_use(rows, vocab), rounds)
+        (
+            "metrics_gpu",
+            f"{rows} rows of {vocab} logits in bf16",
+            STATISTICS,
+            statistics_use(rows, vocab),
+            rounds,
+        )
         for rows, vocab in ((4096, 49_152), (4096, 151_936))
     ]
     return [*plans, ("trellis_kernel", searched, TRELLIS, gpu_round_trip(searched), rounds)]
@@ -273,7 +305,11 @@ def compiled_statistics() -> AbstractContextManager[None]:
     return replaced((metrics, "_kernel", lambda: None), (metrics, "row_sums", _row_sums))
 
 
-STATISTICS: dict[str, Form] = {"twin": nullcontext, "torch": plain_statistics, "torch.compile": compiled_statistics}
+STATISTICS: dict[str, Form] = {
+    "twin": nullcontext,
+    "torch": plain_statistics,
+    "torch.compile": compiled_statistics,
+}
 
 
 def statistics_use(rows: int, vocab: int) -> Callable[[], dict[str, Use]]:
@@ -293,9 +329,14 @@ def statistics_use(rows: int, vocab: int) -> Callable[[], dict[str, Use]]:
     def other_sizes() -> list[torch.Tensor]:
         """As the last batches of windows have: a compiler may begin anew for each (see `first_s`)."""
         sizes = [rows * k // 7 for k in range(1, 7)]
-        return [metrics.row_statistics(hidden[:n] @ head, near[:n] @ head, gold[:n]).kl for n in sizes]
+        return [
+            metrics.row_statistics(hidden[:n] @ head, near[:n] @ head, gold[:n]).kl for n in sizes
+        ]
 
-    return lambda: {"logits and statistics": use, "the same of six batches of other sizes": other_sizes}
+    return lambda: {
+        "logits and statistics": use,
+        "the same of six batches of other sizes": other_sizes,
+    }
 
 
 def gpu_round_trip(spec: str, tokens: int = 32_768) -> Callable[[], dict[str, Use]]:
@@ -314,12 +355,16 @@ def gpu_round_trip(spec: str, tokens: int = 32_768) -> Callable[[], dict[str, Us
 
 def commit() -> str:
     """Of this source: forms that lost are gone from later ones."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
     return found.stdout.strip()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)
@@ -327,14 +372,20 @@ def main() -> None:
     out = arguments.out or RESULTS / f"kernels_{'gpu' if arguments.gpu else 'cpu'}.json"
     rows = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
     kept = {(row["twin"], row["codec"]) for row in rows}
-    for twin, codec, forms, prepare, rounds in (on_gpu if arguments.gpu else on_cpu)(arguments.rounds):
+    for twin, codec, forms, prepare, rounds in (on_gpu if arguments.gpu else on_cpu)(
+        arguments.rounds
+    ):
         if (twin, codec) in kept:
             continue
         rows += [{"twin": twin, "codec": codec, **row} for row in measured(forms, prepare, rounds)]
         found = {
             "commit": commit(),
-            "unit": "seconds of the clock" if arguments.gpu else "seconds of the processor, one thread",
-            "environment": describe() | ({"gpu": torch.cuda.get_device_name()} if arguments.gpu else {}),
+            "unit": (
+                "seconds of the clock" if arguments.gpu else "seconds of the processor, one thread"
+            ),
+            "environment": (
+                describe() | ({"gpu": torch.cuda.get_device_name()} if arguments.gpu else {})
+            ),
             "rows": rows,
         }
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,12 +1,15 @@
-"""How fast KV codecs encode and decode on one CPU core, against a copy of the same memory and against prefill.
+"""How fast KV codecs encode and decode on one CPU core, against a copy of the same memory and
+against prefill.
 
     python benchmarks/kv_codec_speed.py benchmarks/results/kv_codec_speed.json [--rounds 8]
 
-One stream of one layer shaped like SmolLM2's (3 KV heads of 64, bf16), made-up values with channels of different
-spread. One thread; seconds of the processor, the best of some runs, because other programs share the cores. Speeds count
-the bytes of the bf16 tensor. `share_of_prefill`: encoding and decoding all 60 streams of SmolLM2-135M over the time of
-its forward pass, in bf16 and in float32, of one prompt of so many tokens. Of 1,024 tokens only: that of 8,192 takes
-minutes. `reconstruct` is the round trip without the bytes, what a model's forward pass rides on in `assay kv eval`.
+One stream of one layer shaped like SmolLM2's (3 KV heads of 64, bf16), made-up values with channels
+of different spread. One thread; seconds of the processor, the best of some runs, because other
+programs share the cores. Speeds count the bytes of the bf16 tensor. `share_of_prefill`: encoding
+and decoding all 60 streams of SmolLM2-135M over the time of its forward pass, in bf16 and in
+float32, of one prompt of so many tokens. Of 1,024 tokens only: that of 8,192 takes minutes.
+`reconstruct` is the round trip without the bytes, what a model's forward pass rides on in `assay kv
+eval`.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ import torch
 
 from assay.demo.models import build_smollm2
 from assay.environment import describe
-from assay.lab.kv.codecs import Samples, Site
-from assay.lab.kv.spec import parse_recipe
+from assay_lab.kv.codecs import Samples, Site
+from assay_lab.kv.spec import parse_recipe
 
 SPECS = [
     "bf16",
@@ -67,7 +70,9 @@ def prefill_seconds(dtype: torch.dtype, rounds: int) -> float:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(build_smollm2(), dtype=dtype).eval()
-    ids = torch.randint(0, model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(
+        0, model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(3)
+    )
     with torch.inference_mode():
         return seconds(lambda: model(input_ids=ids, logits_to_keep=1), rounds)
 
@@ -91,27 +96,35 @@ def measure(
         "gb_per_s": {name: size / value / 1e9 for name, value in spent.items()},
         "encode_and_decode_gb_per_s": size / both / 1e9,
         "microseconds_per_token": 1e6 * both / x.shape[1],
-        "share_of_prefill": {dtype: 2 * SITE.layers * both / forward for dtype, forward in prefill.items()}
+        "share_of_prefill": {
+            dtype: 2 * SITE.layers * both / forward for dtype, forward in prefill.items()
+        }
         if x.shape[1] == PROMPT
         else None,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=8)
     arguments = parser.parse_args()
     rounds = arguments.rounds
     torch.set_num_threads(1)
-    prefill = {name: prefill_seconds(getattr(torch, name), rounds) for name in ("bfloat16", "float32")}
+    prefill = {
+        name: prefill_seconds(getattr(torch, name), rounds) for name in ("bfloat16", "float32")
+    }
     print(f"prefill of {PROMPT} tokens, seconds: {prefill}", flush=True)
     calibration = values(4096, 1).float()
     rows = []
     for length in LENGTHS:
         x = values(length, 2)
         copy = seconds(lambda x=x: x.clone(), 20 * rounds)
-        rows.append({"spec": "memory copy", "tokens": length, "gb_per_s": 2 * x.numel() / copy / 1e9})
+        rows.append(
+            {"spec": "memory copy", "tokens": length, "gb_per_s": 2 * x.numel() / copy / 1e9}
+        )
         for spec in SPECS:
             row = measure(spec, x, calibration, prefill, rounds)
             rows.append(row)

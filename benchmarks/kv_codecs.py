@@ -44,24 +44,30 @@ from assay.errors import AssayError
 from assay.fidelity.plan import Plan, blocks_of
 from assay.fidelity.reference import plan_windows
 from assay.fidelity.result import summarise
-from assay.lab.kv import cache_hook
-from assay.lab.kv.cache_hook import Mode, stream_facts
-from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
-from assay.lab.kv.calibration import Calibration, read_calibration
-from assay.lab.kv.codecs import cache_shape
-from assay.lab.kv.fit import Bench, Fitters, fitters
-from assay.lab.kv.lab import Lab
-from assay.lab.kv.spec import parse_spec
-from assay.lab.kv.transforms import Rotary
 from assay.runs import cache_dir, write_atomically
 from assay.stats import Resampling
 from assay.stats.equivalence import Margins
+from assay_lab.kv import cache_hook
+from assay_lab.kv.cache_hook import Mode, stream_facts
+from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
+from assay_lab.kv.calibration import Calibration, read_calibration
+from assay_lab.kv.codecs import cache_shape
+from assay_lab.kv.fit import Bench, Fitters, fitters
+from assay_lab.kv.lab import Lab
+from assay_lab.kv.spec import parse_spec
+from assay_lab.kv.transforms import Rotary
 
 Facts = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
-MODELS = {"smollm2": build_smollm2, "gemma3": build_gemma3, "qwen05": build_qwen05, "qwen15": build_qwen15}
+MODELS = {
+    "smollm2": build_smollm2,
+    "gemma3": build_gemma3,
+    "qwen05": build_qwen05,
+    "qwen15": build_qwen15,
+}
 
-# What engines offer, the plain baseline over its range, and the same with exact sinks and keys before RoPE.
+# What engines offer, the plain baseline over its range, and the same with exact sinks and keys
+# before RoPE.
 PLAIN = ["bf16", "fp8", "fp8(format=e5m2)", "int(bits=4,group=32)"]
 HADAMARD = [f"hadamard(bits={b})" for b in (6, 5, 4, 3.5, 3, 2.5, 2)]
 AROUND = [f"prerope+sinks(n=4)+mean+hadamard(bits={b})" for b in (6, 5, 4, 3, 2.5, 2)]
@@ -75,7 +81,9 @@ def main() -> None:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(arguments.memory * 2**30 / whole)
     spec = f"hf:{MODELS[arguments.model]()}?device={arguments.device}&dtype={arguments.dtype}"
-    table = cache_dir("kv-calibration") / f"{arguments.model}-{arguments.calibration_name}.safetensors"
+    table = (
+        cache_dir("kv-calibration") / f"{arguments.model}-{arguments.calibration_name}.safetensors"
+    )
     if not table.exists():
         _calibrate(arguments, spec, table)
     if arguments.calibrate_only:
@@ -94,16 +102,26 @@ def main() -> None:
 
 
 def sections(arguments: argparse.Namespace) -> Iterator[tuple[argparse.Namespace, list[str]]]:
-    """The options and SPECs of every section of the file; what it does not say is as on the command line."""
-    files = [file.read_text(encoding="utf-8").split("\n") for file in arguments.specs] or [[*PLAIN, *HADAMARD, *AROUND]]
+    """The options and SPECs of every section of the file; what it does not say is as on the command
+    line.
+    """
+    files = [file.read_text(encoding="utf-8").split("\n") for file in arguments.specs] or [
+        [*PLAIN, *HADAMARD, *AROUND]
+    ]
     found: list[tuple[argparse.Namespace, list[str]]] = [(arguments, [])]
     for line in (line.strip() for lines in files for line in lines):
         if line.startswith("["):
-            own = _parser().parse_args(shlex.split(line.strip("[]")), namespace=_inherited(arguments, line))
+            own = _parser().parse_args(
+                shlex.split(line.strip("[]")), namespace=_inherited(arguments, line)
+            )
             found.append((own, []))
         elif line and not line.startswith("#"):
             found[-1][1].append(line)
-    yield from (pair for pair in found if pair[1] and arguments.model in (pair[0].models or [arguments.model]))
+    yield from (
+        pair
+        for pair in found
+        if pair[1] and arguments.model in (pair[0].models or [arguments.model])
+    )
 
 
 def _inherited(arguments: argparse.Namespace, line: str) -> argparse.Namespace:
@@ -115,7 +133,9 @@ def _inherited(arguments: argparse.Namespace, line: str) -> argparse.Namespace:
 
 @dataclass
 class Text:
-    """The windows of one text at one length: those that codecs are measured on, and fresh ones behind a choice."""
+    """The windows of one text at one length: those that codecs are measured on, and fresh ones
+    behind a choice.
+    """
 
     name: str
     lab: Lab
@@ -128,7 +148,9 @@ class Measuring:
 
     def __init__(self, arguments: argparse.Namespace, spec: str, table: Path) -> None:
         self.out = arguments.out or RESULTS / f"kv_codecs_{arguments.model}.json"
-        self.document: dict[str, Any] = json.loads(self.out.read_text()) if self.out.exists() else {"rows": []}
+        self.document: dict[str, Any] = (
+            json.loads(self.out.read_text()) if self.out.exists() else {"rows": []}
+        )
         self.spec = spec
         self.calibration = read_calibration(table)
         self.digest = sha256(table.read_bytes()).hexdigest()
@@ -146,10 +168,16 @@ class Measuring:
         self._texts: dict[tuple[str, Any], Text] = {}
 
     def lacks(self, arguments: argparse.Namespace, spec: str) -> bool:
-        """Whether a SPEC of a section is still to be measured on some text, as far as can be told before texts are read."""
+        """Whether a SPEC of a section is still to be measured on some text, as far as can be told
+        before texts are read.
+        """
         options = ("mode", "length", "block", "scored", "batch")
         key = {"codec": str(parse_spec(spec)), **{k: getattr(arguments, k) for k in options}}
-        had = {row["text"] for row in self.document["rows"] if all(row.get(k) == v for k, v in key.items())}
+        had = {
+            row["text"]
+            for row in self.document["rows"]
+            if all(row.get(k) == v for k, v in key.items())
+        }
         return not had.issuperset(Path(source).name for source in arguments.text)
 
     def fit_ahead(self, specs: list[str]) -> None:
@@ -169,12 +197,19 @@ class Measuring:
         return self._coders[codec]
 
     def section(self, arguments: argparse.Namespace, specs: list[str]) -> None:
-        """Measure the SPECs of a section on each of its texts, as far as time and the model's positions go."""
+        """Measure the SPECs of a section on each of its texts, as far as time and the model's
+        positions go.
+        """
         positions = getattr(
-            self.scorer.engine.model.config.get_text_config(), "max_position_embeddings", arguments.length
+            self.scorer.engine.model.config.get_text_config(),
+            "max_position_embeddings",
+            arguments.length,
         )
         arguments.length = min(arguments.length, positions)
-        cut = tuple(getattr(arguments, k) for k in ("windows", "choose", "length", "mode", "batch", "scored", "block"))
+        cut = tuple(
+            getattr(arguments, k)
+            for k in ("windows", "choose", "length", "mode", "batch", "scored", "block")
+        )
         for source in arguments.text:
             if (source, cut) not in self._texts:
                 self._texts[source, cut] = self._text(arguments, source)
@@ -208,24 +243,48 @@ class Measuring:
         step = len(windows) / max(1, arguments.choose)
         apart = {int((i + 0.5) * step) for i in range(arguments.choose)}
         labs = [
-            Lab(
-                self.scorer, self.spec, part, Mode(arguments.mode), arguments.batch, bench=self.bench, about=self.digest,
-                scored_from=arguments.length - arguments.scored + 1 if arguments.scored else None,
-                block=arguments.block, progress=show,
+            (
+                Lab(
+                    self.scorer,
+                    self.spec,
+                    part,
+                    Mode(arguments.mode),
+                    arguments.batch,
+                    bench=self.bench,
+                    about=self.digest,
+                    scored_from=(
+                        arguments.length - arguments.scored + 1 if arguments.scored else None
+                    ),
+                    block=arguments.block,
+                    progress=show,
+                )
+                if part
+                else None
             )
-            if part else None
-            for part in ([w for i, w in enumerate(windows) if (i in apart) is fresh] for fresh in (False, True))
-        ]  # fmt: skip
+            for part in (
+                [w for i, w in enumerate(windows) if (i in apart) is fresh]
+                for fresh in (False, True)
+            )
+        ]
         if labs[0] is None:
             raise SystemExit(f"{name} has too few windows of {arguments.length} tokens")
         return Text(name, labs[0], labs[1], facts)
 
-    def _row(self, arguments: argparse.Namespace, text: Text, codec: str, fresh: bool = False) -> Any:
+    def _row(
+        self, arguments: argparse.Namespace, text: Text, codec: str, fresh: bool = False
+    ) -> Any:
         key = _key(arguments, text, codec, fresh)
-        return next((row for row in self.document["rows"] if all(row.get(k) == v for k, v in key.items())), None)
+        return next(
+            (row for row in self.document["rows"] if all(row.get(k) == v for k, v in key.items())),
+            None,
+        )
 
     def _measure(
-        self, arguments: argparse.Namespace, text: Text, codec: str, chosen_from: list[str] | None = None
+        self,
+        arguments: argparse.Namespace,
+        text: Text,
+        codec: str,
+        chosen_from: list[str] | None = None,
     ) -> None:
         lab = text.fresh if chosen_from and text.fresh else text.lab
         exact, began = lab.reference.read(), time.monotonic()
@@ -234,7 +293,10 @@ class Measuring:
                 lab.score_reference()
             exact_s = time.monotonic() - began
             measured = lab.measure(
-                codec, coders=lambda: self.coders(codec), table_tokens=32_768, measure_windows=arguments.measured
+                codec,
+                coders=lambda: self.coders(codec),
+                table_tokens=32_768,
+                measure_windows=arguments.measured,
             )
         except AssayError as error:  # such as streams that do not give back what attention read
             print(f"{text.name} {arguments.length} {codec}: left out, {error}", flush=True)
@@ -244,8 +306,16 @@ class Measuring:
         blocks = blocks_of(text.facts["places"])
         figures = summarise(measured.seen, Margins(), Resampling(2000, 0), blocks=blocks).to_json()
         named = (
-            "grade", "dppl_pct", "kld", "top1_pct", "tokens", "windows", "clusters", "windows_needed", "ppl_reference",
-        )  # fmt: skip
+            "grade",
+            "dppl_pct",
+            "kld",
+            "top1_pct",
+            "tokens",
+            "windows",
+            "clusters",
+            "windows_needed",
+            "ppl_reference",
+        )
         row = {
             **_key(arguments, text, codec, chosen_from is not None),
             "bytes": measured.bytes.to_json(),
@@ -265,19 +335,30 @@ class Measuring:
         self.document.setdefault("calibrations", {})[arguments.calibration_name] = {
             k: self.calibration.provenance[k] for k in ("text", "samples", "sensitivity_windows")
         }
-        self.out.write_text(json.dumps(self.document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        self.out.write_text(
+            json.dumps(self.document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         print(_line(row), flush=True)
 
 
-def unseen(windows: list[Window], facts: Facts, seen: set[int], count: int) -> tuple[list[Window], Facts]:
-    """The first `count` windows that lie at no seen place, numbered anew, since clusters are looked up by their number."""
+def unseen(
+    windows: list[Window], facts: Facts, seen: set[int], count: int
+) -> tuple[list[Window], Facts]:
+    """The first `count` windows that lie at no seen place, numbered anew, since clusters are looked
+    up by their number.
+    """
     kept = [i for i, place in enumerate(facts["places"]) if place not in seen][:count]
     places = [facts["places"][i] for i in kept]
-    return [replace(windows[i], index=n) for n, i in enumerate(kept)], {**facts, "places": places, "unseen": True}
+    return [replace(windows[i], index=n) for n, i in enumerate(kept)], {
+        **facts,
+        "places": places,
+        "unseen": True,
+    }
 
 
 def _seen(arguments: argparse.Namespace, facts: dict[str, Any]) -> set[int]:
-    """Places of all windows of this text and this length that the rows of the `--unseen` files have seen.
+    """Places of all windows of this text and this length that the rows of the `--unseen` files have
+    seen.
 
     Files of version 0.1.0 do not tell places: their windows are the first ones.
     """
@@ -292,9 +373,13 @@ def _seen(arguments: argparse.Namespace, facts: dict[str, Any]) -> set[int]:
 
 
 def apart(engagement: Engagement) -> float:
-    """The largest share, over streams, of the codec's squared error by which they differ from what attention read."""
+    """The largest share, over streams, of the codec's squared error by which they differ from what
+    attention read.
+    """
     facts = [f for f in stream_facts(engagement).values() if f[0].sha256]
-    return max((sum(w.apart for w in f) / max(1e-30, sum(w.error for w in f)) for f in facts), default=0.0)
+    return max(
+        (sum(w.apart for w in f) / max(1e-30, sum(w.error for w in f)) for f in facts), default=0.0
+    )
 
 
 def _key(arguments: argparse.Namespace, text: Text, codec: str, fresh: bool) -> dict[str, Any]:
@@ -314,12 +399,18 @@ def _key(arguments: argparse.Namespace, text: Text, codec: str, fresh: bool) -> 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=None
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=None,
     )
     add = parser.add_argument
     add("--model", choices=MODELS, default="smollm2")
     add("--device", default="cpu")
-    add("--dtype", default="auto", help="float32: without the rounding of bf16, which hides small errors")
+    add(
+        "--dtype",
+        default="auto",
+        help="float32: without the rounding of bf16, which hides small errors",
+    )
     add("--calibrate", type=Path, help="WikiText valid; needed where no calibration is kept")
     add("--calibration-name", choices=("wiki", "mixed"), default="mixed")
     add("--calibrate-only", action="store_true")
@@ -330,9 +421,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--texts", type=Path, help="folder of further texts, NAME.txt.xz")
     add("--windows", type=int, default=128)
     add("--length", type=int, default=1024)
-    add("--scored", type=int, default=0, help="tokens at the end of a window that are scored; 0: its second half")
-    add("--choose", type=int, default=0, help="fresh windows for the smallest codec that is accepted")
-    add("--unseen", type=Path, action="append", default=[], help="results whose windows are left out")
+    add(
+        "--scored",
+        type=int,
+        default=0,
+        help="tokens at the end of a window that are scored; 0: its second half",
+    )
+    add(
+        "--choose",
+        type=int,
+        default=0,
+        help="fresh windows for the smallest codec that is accepted",
+    )
+    add(
+        "--unseen",
+        type=Path,
+        action="append",
+        default=[],
+        help="results whose windows are left out",
+    )
     add("--batch", type=int, default=16)
     add("--block", type=int, default=1, help="tokens that are fed together")
     add("--measured", type=int, default=12, help="windows whose streams are encoded")
@@ -343,12 +450,23 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="files with one SPEC a line, in place of the built-in list",
     )
-    add("--models", nargs="+", choices=MODELS, default=[], help="of a section: the models that it is for")
+    add(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=[],
+        help="of a section: the models that it is for",
+    )
     add("--minutes", type=float, default=1e9, help="begin no further row after so long")
     add("--tokens", type=int, default=8192, help="sampled tokens of the calibration")
     add("--mode", default="decode")
     add("--jobs", type=int, default=1, help="processes that fit codecs")
-    add("--apart", type=float, default=cache_hook.APART, help="share from which streams are not what attention read")
+    add(
+        "--apart",
+        type=float,
+        default=cache_hook.APART,
+        help="share from which streams are not what attention read",
+    )
     add("--memory", type=float, default=0, help="GiB of a shared GPU that may be taken")
     add("--out", type=Path)
     return parser
@@ -392,9 +510,11 @@ def _evaluated(arguments: argparse.Namespace, source: str) -> tuple[str, str]:
 def _line(row: dict[str, Any]) -> str:
     change = row["dppl_pct"]
     return (
-        f"{time.strftime('%X')} {row['text']} {row['length']}{' fresh' * row['fresh']} {row['codec']}: {row['bytes']['ratio']:.2f}x KL {row['kld']['mean']:.5f} "
-        f"dppl {change['value']:+.2f} [{change['lo']:+.2f}, {change['hi']:+.2f}] "
-        f"top-1 {row['top1_pct']['value']:.2f} {row['grade']} apart {row['apart']:.2g} ({row.get('exact_s', 0)} + {row['fit_s']} + {row['score_s']} s)"
+        f"{time.strftime('%X')} {row['text']} {row['length']}{' fresh' * row['fresh']}"
+        f" {row['codec']}: {row['bytes']['ratio']:.2f}x KL {row['kld']['mean']:.5f} dppl"
+        f" {change['value']:+.2f} [{change['lo']:+.2f}, {change['hi']:+.2f}] top-1"
+        f" {row['top1_pct']['value']:.2f} {row['grade']} apart {row['apart']:.2g}"
+        f" ({row.get('exact_s', 0)} + {row['fit_s']} + {row['score_s']} s)"
     )
 
 

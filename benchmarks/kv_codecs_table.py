@@ -2,9 +2,10 @@
 
     python benchmarks/kv_codecs_table.py kv-range.json kv-plain.json … [--merge OUT.json] > OUT.md
 
-`hadamard at equal bytes` is the KL of plain `hadamard(bits=b)` interpolated between the two measured rows on either side, linearly in
-bits a value and log KL, and not beyond them. The interval of the share takes the outer ends of both intervals, as if
-they were independent: codecs were scored on the same windows, so it is wide.
+`hadamard at equal bytes` is the KL of plain `hadamard(bits=b)` interpolated between the two
+measured rows on either side, linearly in bits a value and log KL, and not beyond them. The interval
+of the share takes the outer ends of both intervals, as if they were independent: codecs were scored
+on the same windows, so it is wide.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _PLAIN = re.compile(r"hadamard(\(bits=[\d.]+\))?")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--merge", type=Path, help="all rows in one file")
     arguments = parser.parse_args()
@@ -39,12 +42,15 @@ def main() -> None:
         whole |= {k: v for k, v in document.items() if k not in ("rows", "texts", "calibrations")}
         gpu = document.get("machine", {}).get("gpu")
         for row in document["rows"]:
-            # A row that was measured twice stands there once; what each layer comes to is left to the parts.
+            # A row that was measured twice stands there once; what each layer comes to is left to
+            # the parts.
             if not any(_same(row, other) for other in whole["rows"]):
                 size = {k: v for k, v in row["bytes"].items() if k != "ratio_by_layer"}
                 whole["rows"].append({**row, "bytes": size, "gpu": row.get("gpu", gpu)})
     if arguments.merge:
-        arguments.merge.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        arguments.merge.write_text(
+            json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     print("\n".join(render(whole)))
 
 
@@ -57,20 +63,27 @@ def render(document: dict[str, Any]) -> Iterator[str]:
     for (text, mode, windows, dtype), rows in sorted(groups.items()):
         gpus = sorted({str(r["gpu"]) for r in rows})
         tokens = f"{rows[0]['tokens']:,} scored tokens"
-        yield f"## {text}, {mode}, {windows} windows, {tokens}, model in {dtype} ({', '.join(gpus)})\n"
+        yield (
+            f"## {text}, {mode}, {windows} windows, {tokens}, model in {dtype}"
+            f" ({', '.join(gpus)})\n"
+        )
         yield (
             "| codec | calibrated on | tables, MB | smaller | KL, nats | Δppl % | top-1 % | grade "
             "| hadamard at equal bytes | share of it |"
         )
         yield "|---|---|---:|---:|---|---|---|---|---|---|"
-        plain = sorted((r for r in rows if _PLAIN.fullmatch(r["codec"])), key=lambda r: r["bytes"]["bits_per_value"])
+        plain = sorted(
+            (r for r in rows if _PLAIN.fullmatch(r["codec"])),
+            key=lambda r: r["bytes"]["bits_per_value"],
+        )
         for row in sorted(rows, key=lambda r: r["bytes"]["ratio"]):
             yield _line(row, plain)
         yield ""
 
 
 def at_equal_bytes(plain: Sequence[Row], bits: float, figure: str) -> float | None:
-    """KL (`mean`, `lo` or `hi`) of the plain codec at `bits` a value; None outside the measured rows.
+    """KL (`mean`, `lo` or `hi`) of the plain codec at `bits` a value; None outside the measured
+    rows.
 
     `plain` are its rows in ascending order of bits.
     """
@@ -85,7 +98,9 @@ def at_equal_bytes(plain: Sequence[Row], bits: float, figure: str) -> float | No
 
 def _calibration(row: Row) -> str:
     """The text it was calibrated on, where the codec learns from any."""
-    return str(row.get("calibration", "")) if "pca" in row["codec"] or "mean" in row["codec"] else ""
+    return (
+        str(row.get("calibration", "")) if "pca" in row["codec"] or "mean" in row["codec"] else ""
+    )
 
 
 def _dtype(row: Row) -> str:

@@ -1,9 +1,12 @@
-"""What 8-bit floats lose of a model's keys and values, layer by layer, under every way to scale them.
+"""What 8-bit floats lose of a model's keys and values, layer by layer, under every way to scale
+them.
 
-    python benchmarks/kv_fp8_scales.py --model qwen15 --calibrate WIKI_VALID --text WIKI_TEST --out results/kv_fp8_scales.json
+    python benchmarks/kv_fp8_scales.py --model qwen15 --calibrate WIKI_VALID --text WIKI_TEST --out
+    results/kv_fp8_scales.json
 
-Keys after RoPE and values of 512 tokens of each text. The error is Σ(x − x̂)² over the variance Σ(x − mean)² of a stream,
-mean over tokens; scales come from the first text and are judged on the second.
+Keys after RoPE and values of 512 tokens of each text. The error is Σ(x − x̂)² over the variance Σ(x
+− mean)² of a stream, mean over tokens; scales come from the first text and are judged on the
+second.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ PIECE, PIECES = 256, 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="qwen15")
     parser.add_argument("--calibrate", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--states", type=Path, help="keeps keys and values, and is read where it exists")
+    parser.add_argument(
+        "--states", type=Path, help="keeps keys and values, and is read where it exists"
+    )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.states and arguments.states.exists():
@@ -62,7 +69,9 @@ def captured(arguments: argparse.Namespace) -> dict[tuple[str, int, str], torch.
     return {key: torch.stack(parts) for key, parts in found.items()}
 
 
-def row(states: dict[tuple[str, int, str], torch.Tensor], layer: int, stream: str) -> dict[str, Any]:
+def row(
+    states: dict[tuple[str, int, str], torch.Tensor], layer: int, stream: str
+) -> dict[str, Any]:
     """One stream under every scale, and its channels that lie far from zero."""
     learnt, x = (states[name, layer, stream].float() for name in ("cal", "test"))
     head = learnt.abs().amax(dim=(0, 2, 3))[None, :, None, None]
@@ -80,8 +89,12 @@ def row(states: dict[tuple[str, int, str], torch.Tensor], layer: int, stream: st
         "layer": layer,
         "stream": stream,
         "largest": x.abs().amax(dim=(0, 2, 3)).tolist(),
-        "error": {n: float((x - rounded(x, s)).square().sum() / variance) for n, s in scales.items()},
-        "error_without_mean": float((x - mean - rounded(x - mean, torch.tensor(1.0))).square().sum() / variance),
+        "error": {
+            n: float((x - rounded(x, s)).square().sum() / variance) for n, s in scales.items()
+        },
+        "error_without_mean": float(
+            (x - mean - rounded(x - mean, torch.tensor(1.0))).square().sum() / variance
+        ),
         "beyond_calibrated": float((x.abs() > head).float().mean()),
         "channels_beyond_30": len(far),
         "their_deviation": sorted(round(float(x[:, h, :, c].std()), 2) for h, c in far),

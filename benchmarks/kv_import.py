@@ -1,12 +1,16 @@
-"""Calibrations as older tools wrote them, read with everything checked that they do not say of themselves.
+"""Calibrations as older tools wrote them, read with everything checked that they do not say of
+themselves.
 
-Second moments: safetensors `layer_{l}_sigma`, `layer_{l}_chol`, `layer_{l}_inv_chol`, each [KV heads, d, d], for some
-layers; Σ + λ I = L Lᵀ with a ridge λ for each head, L⁻¹ beside it. A file may have Σ, L, or both. Beside it may lie a
-`.json` of the same stem. Levels: `.f32`, 2^b little-endian float32 in rising order, without a header.
+Second moments: safetensors `layer_{l}_sigma`, `layer_{l}_chol`, `layer_{l}_inv_chol`, each [KV
+heads, d, d], for some layers; Σ + λ I = L Lᵀ with a ridge λ for each head, L⁻¹ beside it. A file
+may have Σ, L, or both. Beside it may lie a `.json` of the same stem. Levels: `.f32`, 2^b
+little-endian float32 in rising order, without a header.
 
-    python benchmarks/kv_import.py MODEL --moments OLD.safetensors --levels-k K.f32 --out calibration.safetensors
+    python benchmarks/kv_import.py MODEL --moments OLD.safetensors --levels-k K.f32 --out
+    calibration.safetensors
 
-The files do not say which text they were made on: make sure that it was other text than you evaluate on.
+The files do not say which text they were made on: make sure that it was other text than you
+evaluate on.
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ import torch
 from assay.engines.specs import parse_spec
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.calibration import Calibration, write_calibration
-from assay.lab.kv.codecs import CacheShape, cache_shape
+from assay_lab.kv.calibration import Calibration, write_calibration
+from assay_lab.kv.codecs import CacheShape, cache_shape
 
 _NAME = re.compile(r"layer_(\d+)_(sigma|chol|inv_chol)")
 _KEPT = ("ctx_len", "ridge", "n_passages_used", "split")
@@ -35,7 +39,9 @@ MOST_BITS = 8
 
 
 def read_moments(path: Path, shape: CacheShape) -> dict[int, torch.Tensor]:
-    """Σ of each layer in a file, float32; AssayError where tensors do not fit the model or each other."""
+    """Σ of each layer in a file, float32; AssayError where tensors do not fit the model or each
+    other.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -87,19 +93,25 @@ def read_levels(path: Path) -> torch.Tensor:
         raise _wrong(path, f"cannot be read: {error.strerror}") from error
     count = len(data) // 4
     if len(data) % 4 or count not in [2**b for b in range(1, MOST_BITS + 1)]:
-        raise _wrong(path, f"has {len(data)} bytes, which are no 2, 4, … or {2**MOST_BITS} levels of float32")
+        raise _wrong(
+            path, f"has {len(data)} bytes, which are no 2, 4, … or {2**MOST_BITS} levels of float32"
+        )
     levels = np.frombuffer(data, dtype="<f4").astype(np.float32)
     if not np.isfinite(levels).all() or (np.diff(levels) <= 0).any():
         raise _wrong(path, "holds levels that do not rise from each to the next")
     return torch.from_numpy(levels)
 
 
-def _check_shape(path: Path, name: str, tensor: torch.Tensor, layer: int, shape: CacheShape) -> None:
+def _check_shape(
+    path: Path, name: str, tensor: torch.Tensor, layer: int, shape: CacheShape
+) -> None:
     due = (shape.kv_heads, shape.head_dim, shape.head_dim)
     if layer >= shape.layers:
         raise _mismatch(path, f"holds {name}, the model has layers 0 to {shape.layers - 1}")
     if tuple(tensor.shape) != due:
-        raise _mismatch(path, f"has {name} of shape {list(tensor.shape)}, the model needs {list(due)}")
+        raise _mismatch(
+            path, f"has {name} of shape {list(tensor.shape)}, the model needs {list(due)}"
+        )
     if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
         raise _wrong(path, f"has values in {name} that are no finite numbers")
 
@@ -136,7 +148,10 @@ def _wrong(path: Path, why: str) -> AssayError:
     return AssayError(
         f"{path} {why}",
         finding_id="kv.calibration_unreadable",
-        remedy="give the file as its tool wrote it, or calibrate anew: assay kv calibrate MODEL --out FILE --text FILE",
+        remedy=(
+            "give the file as its tool wrote it, or calibrate anew: assay kv calibrate MODEL --out"
+            " FILE --text FILE"
+        ),
     )
 
 
@@ -149,12 +164,20 @@ def _mismatch(path: Path, why: str) -> AssayError:
 
 
 def convert(
-    model: str, out: Path, moments: Path | None = None, levels_k: Sequence[Path] = (), levels_v: Sequence[Path] = ()
+    model: str,
+    out: Path,
+    moments: Path | None = None,
+    levels_k: Sequence[Path] = (),
+    levels_v: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Read and check the files against the model's configuration, write one calibration, and return its provenance."""
+    """Read and check the files against the model's configuration, write one calibration, and return
+    its provenance.
+    """
     if moments is None and not levels_k and not levels_v:
         raise UsageError(
-            "nothing to import", remedy="name files with --moments, --levels-k or --levels-v", finding_id="kv.usage"
+            "nothing to import",
+            remedy="name files with --moments, --levels-k or --levels-v",
+            finding_id="kv.usage",
         )
     shape = shape_of(model)
     tensors: dict[str, torch.Tensor] = {}
@@ -176,7 +199,10 @@ def convert(
     files = [f for f in (moments, *levels_k, *levels_v) if f is not None]
     provenance = {
         "cache": shape.to_json(),
-        "imported": {"files": {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}, "made": made},
+        "imported": {
+            "files": {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
+            "made": made,
+        },
         "windows": [],
         "environment": describe(),
     }
@@ -203,7 +229,9 @@ def shape_of(model: str) -> CacheShape:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--moments", type=Path)

@@ -1,16 +1,16 @@
 """Texts of the KV benchmarks that every CPython carries, and a calibration text of several kinds.
 
-python    source of modules of the standard library, named here; never calibrated on
-pydoc     topics of Python's documentation (assay's own source `pydoc`); never calibrated on
-mixed     WikiText, source of other modules, and their docstrings with CPython's licence, in turn by 6,000 characters
+python    source of modules of the standard library, named here; never calibrated on pydoc
+topics of Python's documentation (assay's own source `pydoc`); never calibrated on mixed
+WikiText, source of other modules, and their docstrings with CPython's licence, in turn by 6,000
+characters
 
-`python benchmarks/kv_texts.py FOLDER` packs four more kinds, of files that Debian's packages and Python's bring; these are
-never calibrated on either:
+`python benchmarks/kv_texts.py FOLDER` packs four more kinds, of files that Debian's packages and
+Python's bring; these are never calibrated on either:
 
-chat      frequently asked questions (lsof, sed, net-snmp, Git, Perl) as turns of a user and an assistant
-c         sources of numpy, numba and zlib's examples
-json      databases of country and language codes (pycountry)
-chinese   manual pages in simplified Chinese, Vim's tutor
+chat      frequently asked questions (lsof, sed, net-snmp, Git, Perl) as turns of a user and an
+assistant c         sources of numpy, numba and zlib's examples json      databases of country and
+language codes (pycountry) chinese   manual pages in simplified Chinese, Vim's tutor
 """
 
 from __future__ import annotations
@@ -35,7 +35,17 @@ EVALUATED = (
     "turtle", "typing", "uuid", "warnings", "weakref", "zipfile",
 )
 # fmt: on
-CALIBRATED = ("asyncio", "email", "http", "json", "xml", "urllib", "multiprocessing", "importlib", "concurrent")
+CALIBRATED = (
+    "asyncio",
+    "email",
+    "http",
+    "json",
+    "xml",
+    "urllib",
+    "multiprocessing",
+    "importlib",
+    "concurrent",
+)
 PIECE = 6000
 
 
@@ -56,7 +66,9 @@ def other_source() -> str:
 
 
 def prose() -> str:
-    """CPython's licence where it is installed, and the docstrings of modules that are not evaluated."""
+    """CPython's licence where it is installed, and the docstrings of modules that are not
+    evaluated.
+    """
     parts = [f.read_text(encoding="utf-8") for f in [library() / "LICENSE.txt"] if f.exists()]
     for file in sorted(library().glob("*.py")):
         if file.stem not in EVALUATED and "pydoc" not in file.stem:
@@ -68,8 +80,15 @@ def mixed(wiki: str, pieces: int = 120) -> str:
     """Of every four pieces two of WikiText, spread over all of it, one of source, one of prose."""
     half, quarter = pieces // 2, pieces // 4
     encyclopedia = _spread(wiki, half)
-    kinds = (encyclopedia[::2], _spread(other_source(), quarter), encyclopedia[1::2], _spread(prose(), quarter))
-    return "\n\n".join(piece for group in zip_longest(*kinds, fillvalue="") for piece in group if piece)
+    kinds = (
+        encyclopedia[::2],
+        _spread(other_source(), quarter),
+        encyclopedia[1::2],
+        _spread(prose(), quarter),
+    )
+    return "\n\n".join(
+        piece for group in zip_longest(*kinds, fillvalue="") for piece in group if piece
+    )
 
 
 def _spread(text: str, pieces: int) -> list[str]:
@@ -110,8 +129,16 @@ def pack(folder: Path, site_packages: Path) -> None:
 
 def chat() -> str:
     """Questions end with a question mark, answers are what follows; both as the turns of a chat."""
-    names = ("lsof/00FAQ.gz", "sed/sedfaq.txt.gz", "libsnmp-base/FAQ.gz", "xz-utils/faq.txt.gz", "valgrind/FAQ.txt.gz")
-    files = [Path("/usr/share/doc") / name for name in names] + [Path("/usr/share/man/man7/gitfaq.7.gz")]
+    names = (
+        "lsof/00FAQ.gz",
+        "sed/sedfaq.txt.gz",
+        "libsnmp-base/FAQ.gz",
+        "xz-utils/faq.txt.gz",
+        "valgrind/FAQ.txt.gz",
+    )
+    files = [Path("/usr/share/doc") / name for name in names] + [
+        Path("/usr/share/man/man7/gitfaq.7.gz")
+    ]
     files += sorted(Path("/usr/share/perl").glob("*/**/*FAQ.pod"))
     turns: list[str] = []
     for file in files:
@@ -121,7 +148,11 @@ def chat() -> str:
             if paragraph.endswith("?") and len(paragraph) < 300:
                 if answer:
                     turns += ["<|im_start|>assistant\n" + "\n\n".join(answer) + "<|im_end|>"]
-                turns += ["<|im_start|>user\n" + re.sub(r"^[\d.()=\w]{1,6}\s", "", paragraph) + "<|im_end|>"]
+                turns += [
+                    "<|im_start|>user\n"
+                    + re.sub(r"^[\d.()=\w]{1,6}\s", "", paragraph)
+                    + "<|im_end|>"
+                ]
                 answer = []
             elif turns and len(paragraph) > 40 and sum(map(len, answer)) < 3000:
                 answer.append(paragraph)
@@ -140,15 +171,23 @@ def chinese() -> str:
 
 def _mixed_files(*sources: Path | tuple[str, ...]) -> str:
     files = [
-        f for root, names in zip(sources[::2], sources[1::2], strict=True) for n in names for f in sorted(root.glob(n))
+        f
+        for root, names in zip(sources[::2], sources[1::2], strict=True)
+        for n in names
+        for f in sorted(root.glob(n))
     ]  # type: ignore[union-attr]
     return "\n\n".join(_read(f)[: MOST // 4] for f in files)
 
 
 def _read(file: Path) -> str:
     data = file.read_bytes()
-    return (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8", errors="replace")
+    return (gzip.decompress(data) if file.suffix == ".gz" else data).decode(
+        "utf-8", errors="replace"
+    )
 
 
 if __name__ == "__main__":
-    pack(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else Path(sysconfig.get_path("purelib")))
+    pack(
+        Path(sys.argv[1]),
+        Path(sys.argv[2]) if len(sys.argv) > 2 else Path(sysconfig.get_path("purelib")),
+    )

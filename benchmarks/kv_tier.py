@@ -1,11 +1,14 @@
-"""Stored blocks on a CPU: their size and entropy, how fast they are coded, and a stored prefix against prefill in vLLM.
+"""Stored blocks on a CPU: their size and entropy, how fast they are coded, and a stored prefix
+against prefill in vLLM.
 
-    python benchmarks/kv_tier.py speed LAYERSxHEADSxDIM --out FILE      # drawn tables: needs no model, 20 s of CPU
-    python benchmarks/kv_tier.py codec MODEL --calibration FILE --text FILE --out FILE   # ratio, GB/s, entropy
-    python benchmarks/kv_tier.py serve MODEL --calibration FILE --text FILE --out FILE   # time to first token, in vLLM
+    python benchmarks/kv_tier.py speed LAYERSxHEADSxDIM --out FILE      # drawn tables: needs no
+    model, 20 s of CPU python benchmarks/kv_tier.py codec MODEL --calibration FILE --text FILE --out
+    FILE   # ratio, GB/s, entropy python benchmarks/kv_tier.py serve MODEL --calibration FILE --text
+    FILE --out FILE   # time to first token, in vLLM
 
-Results are added to --out by stage and model. `bf16 equivalent` is what the same tokens take in bf16: 4 · layers · KV heads ·
-head_dim bytes a token. Times are medians of rounds that take turns, with their range; the best is what a quiet machine gives.
+Results are added to --out by stage and model. `bf16 equivalent` is what the same tokens take in
+bf16: 4 · layers · KV heads · head_dim bytes a token. Times are medians of rounds that take turns,
+with their range; the best is what a quiet machine gives.
 """
 
 from __future__ import annotations
@@ -40,11 +43,20 @@ def machine() -> dict[str, Any]:
     import torch
 
     model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         "",
     )
-    return {"cpu": model, "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version(),
-            "load": os.getloadavg()[0]}  # fmt: skip
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load": os.getloadavg()[0],
+    }
 
 
 def timed(rounds: int, *runs: Callable[[], object]) -> list[list[tuple[float, float]]]:
@@ -71,7 +83,9 @@ def rate(size: int, times: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def cached_kv(model: str, text: str, tokens: int) -> Any:
-    """[layers, 2, tokens, width] in bf16: keys after RoPE and values, as transformers computes them."""
+    """[layers, 2, tokens, width] in bf16: keys after RoPE and values, as transformers computes
+    them.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -80,20 +94,26 @@ def cached_kv(model: str, text: str, tokens: int) -> Any:
     with torch.inference_mode():
         cache = loaded.model(ids, use_cache=True).past_key_values
     rows = [
-        torch.stack([x[0].transpose(0, 1).flatten(1) for x in (layer.keys, layer.values)]) for layer in cache.layers
+        torch.stack([x[0].transpose(0, 1).flatten(1) for x in (layer.keys, layer.values)])
+        for layer in cache.layers
     ]
     return torch.stack(rows)
 
 
 def drawn_tables(layers: int, heads: int, dim: int, rank: float, predict: bool) -> Any:
-    """Tables as a calibration makes them, drawn: bases of `rank` · width, laws of falling scale, sides as predict=all has them."""
-    from assay.lab.kv.blocks import BlockTables, Facts
+    """Tables as a calibration makes them, drawn: bases of `rank` · width, laws of falling scale,
+    sides as predict=all has them.
+    """
+    from assay_lab.kv.blocks import BlockTables, Facts
 
     rng, width = np.random.default_rng(0), heads * dim
     count = round(rank * width)
     tensors: dict[str, Any] = {"inv_freq": 10000.0 ** (-np.arange(0, dim, 2) / dim)}
     deviation = 6 * np.exp(-np.linspace(0, 3.4, count))
-    classes = [72 + np.clip(np.round(6 * (np.log2(deviation * f) + 4)), 0, 71) for f in (0.6, 0.85, 1.1, 1.6)]
+    classes = [
+        72 + np.clip(np.round(6 * (np.log2(deviation * f) + 4)), 0, 71)
+        for f in (0.6, 0.85, 1.1, 1.6)
+    ]
     for layer in range(layers):
         for stream in "kv":
             basis = np.linalg.qr(rng.normal(size=(width, width)))[0][:count]
@@ -111,7 +131,9 @@ def drawn_tables(layers: int, heads: int, dim: int, rank: float, predict: bool) 
                 "sides": np.array(sides, np.int32).reshape(-1, 2),
             }
             if sides:
-                own["predictor"] = rng.integers(-20, 20, (width * len(sides), width)).astype(np.int8)
+                own["predictor"] = rng.integers(-20, 20, (width * len(sides), width)).astype(
+                    np.int8
+                )
                 own["predictor_scale"] = np.full(width, 5e-4, np.float16)
             tensors |= {f"{layer}.{stream}.{name}": table for name, table in own.items()}
     spec = f"prerope+sinks(n=4)+pca(bits=2, predict={'all' if predict else 'none'})"
@@ -125,17 +147,21 @@ def drawn_blocks(coder: Any, count: int) -> list[Any]:
     facts, made = coder.facts, torch.Generator().manual_seed(0)
     x = torch.zeros(facts.layers, 2, count * BLOCK, facts.width)
     for (layer, name), stream in coder._streams.items():
-        deviation = 6 * torch.exp(-torch.linspace(0, 3.4, stream.rank)) * torch.from_numpy(stream.scale)
+        deviation = (
+            6 * torch.exp(-torch.linspace(0, 3.4, stream.rank)) * torch.from_numpy(stream.scale)
+        )
         loud = torch.exp(0.3 * torch.randn(count * BLOCK, 1, generator=made))
         c = torch.randn(count * BLOCK, stream.rank, generator=made) * deviation * loud
         x[layer, "kv".index(name)] = stream.mean + c @ stream.weight[:, : stream.rank].float().T
     return list(x.bfloat16().split(BLOCK, dim=2))
 
 
-def speeds(tables: Any, blocks: list[Any], keys: list[bytes], rounds: int) -> tuple[dict[str, Any], list[bytes]]:
+def speeds(
+    tables: Any, blocks: list[Any], keys: list[bytes], rounds: int
+) -> tuple[dict[str, Any], list[bytes]]:
     import torch
 
-    from assay.lab.kv.blocks import BlockCodec
+    from assay_lab.kv.blocks import BlockCodec
 
     one, two = BlockCodec(tables, 1), BlockCodec(tables, 2)
 
@@ -145,7 +171,9 @@ def speeds(tables: Any, blocks: list[Any], keys: list[bytes], rounds: int) -> tu
     torch.set_num_threads(1)
     data = encoded(len(blocks))
     one.decode(data, keys)
-    times = timed(rounds, lambda: one.decode(data, keys), lambda: two.decode(data, keys), lambda: encoded(2))
+    times = timed(
+        rounds, lambda: one.decode(data, keys), lambda: two.decode(data, keys), lambda: encoded(2)
+    )
     size = 2 * blocks[0].numel()
     sizes = (size * len(blocks), size * len(blocks), 2 * size)
     names = ("decode_gb_s_1", "decode_gb_s_2", "encode_gb_s_1")
@@ -153,8 +181,8 @@ def speeds(tables: Any, blocks: list[Any], keys: list[bytes], rounds: int) -> tu
 
 
 def speed(args: argparse.Namespace) -> None:
-    from assay.lab.kv.blocks import BlockCodec
-    from assay.lab.kv.tier import keys_of
+    from assay_lab.kv.blocks import BlockCodec
+    from assay_lab.kv.tier import keys_of
 
     layers, heads, dim = map(int, args.model.split("x"))
     for predict in (True, False):
@@ -173,31 +201,40 @@ def speed(args: argparse.Namespace) -> None:
 
 
 def entropy(coder: Any, data: bytes) -> tuple[float, int, int]:
-    """Bits that the numbers of a block take under their laws, bits that the coder wrote, and escapes."""
-    from assay.lab.kv import rans
-    from assay.lab.kv.codecs import pca_entropy
+    """Bits that the numbers of a block take under their laws, bits that the coder wrote, and
+    escapes.
+    """
+    from assay_lab.kv import rans
+    from assay_lab.kv.codecs import pca_entropy
 
     head = coder.check(data)
     bits, words, escapes = 0.0, 0, 0
-    at = head.exact_at + 2 * coder.facts.layers * head.exact * coder.facts.width * head.kind.itemsize
+    at = (
+        head.exact_at + 2 * coder.facts.layers * head.exact * coder.facts.width * head.kind.itemsize
+    )
     for size, stream in zip(head.sizes, coder._streams.values(), strict=True):
         section = data[at : at + size]
         at += size
         count = int(np.frombuffer(section, "<u4", 1)[0])
         states = np.frombuffer(section, "<u4", 4, 4 + 4 * count)
         body = np.frombuffer(section, "<u2", -1, 20 + 4 * count)
-        numbers, kinds = rans.decode_numbers(states, body, stream.laws, stream.classes, head.tokens - head.exact)
+        numbers, kinds = rans.decode_numbers(
+            states, body, stream.laws, stream.classes, head.tokens - head.exact
+        )
         law = stream.laws[kinds].T
         escapes += count
-        bits += float(pca_entropy.code_lengths()[law, numbers.astype(int) + pca_entropy.RADIUS].sum()) - 32 * count
+        bits += (
+            float(pca_entropy.code_lengths()[law, numbers.astype(int) + pca_entropy.RADIUS].sum())
+            - 32 * count
+        )
         bits += float(stream.kind_bits[kinds].sum())
         words += 16 * body.size + 128
     return bits, words, escapes
 
 
 def codec(args: argparse.Namespace) -> None:
-    from assay.lab.kv.blocks import BlockCodec, tables_for
-    from assay.lab.kv.tier import keys_of
+    from assay_lab.kv.blocks import BlockCodec, tables_for
+    from assay_lab.kv.tier import keys_of
 
     start = time.perf_counter()
     tables = tables_for(args.model, args.codec, args.calibration, args.tables)
@@ -205,8 +242,14 @@ def codec(args: argparse.Namespace) -> None:
     x = cached_kv(args.model, Path(args.text).read_text(), args.tokens)
     facts, blocks = tables.facts, [x[:, :, i : i + BLOCK] for i in range(0, x.shape[2], BLOCK)]
     keys = keys_of(range(x.shape[2]), BLOCK, tables.digest)
-    found: dict[str, Any] = {"machine": machine(), "codec": facts.spec, "tokens": x.shape[2], "fit_s": fitted,
-                             "bytes_per_token_bf16": facts.token_bytes, "table_bytes": tables.decoder_bytes}  # fmt: skip
+    found: dict[str, Any] = {
+        "machine": machine(),
+        "codec": facts.spec,
+        "tokens": x.shape[2],
+        "fit_s": fitted,
+        "bytes_per_token_bf16": facts.token_bytes,
+        "table_bytes": tables.decoder_bytes,
+    }
     exact = x.numel() * 2
     coder = BlockCodec(tables, 1)
     measured, data = speeds(tables, blocks, keys, args.rounds)
@@ -215,7 +258,9 @@ def codec(args: argparse.Namespace) -> None:
     stored = [len(d) for d in data]
     back = coder.decode(data, keys).float()
     spread = x.float() - x.float().mean(dim=2, keepdim=True)
-    found["relative_squared_error"] = float((back - x.float()).square().sum() / spread.square().sum())
+    found["relative_squared_error"] = float(
+        (back - x.float()).square().sum() / spread.square().sum()
+    )
     bits, words, escapes = entropy(coder, data[1])
     values = x[:, :, :BLOCK].numel()
     found |= {
@@ -233,37 +278,59 @@ def codec(args: argparse.Namespace) -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """A child a stage: an engine without a tier and one with it, the second one once more from the disk."""
+    """A child a stage: an engine without a tier and one with it, the second one once more from the
+    disk.
+    """
     from assay.demo import vllm_python
 
     found: dict[str, Any] = {"machine": machine(), "codec": args.codec}
     with tempfile.TemporaryDirectory() as folder:
         for stage in ("without", "first", "again"):
             out = Path(folder) / f"{stage}.json"
-            job = {"stage": stage, "model": args.model, "codec": args.codec, "calibration": args.calibration, "text": args.text,
-                   "tables": args.tables, "folder": str(Path(folder) / "tier"), "out": str(out), "lengths": args.lengths,
-                   "rounds": args.rounds}  # fmt: skip
-            python = [str(args.python or vllm_python()), str(Path(__file__).with_name("kv_tier_child.py"))]
+            job = {
+                "stage": stage,
+                "model": args.model,
+                "codec": args.codec,
+                "calibration": args.calibration,
+                "text": args.text,
+                "tables": args.tables,
+                "folder": str(Path(folder) / "tier"),
+                "out": str(out),
+                "lengths": args.lengths,
+                "rounds": args.rounds,
+            }
+            python = [
+                str(args.python or vllm_python()),
+                str(Path(__file__).with_name("kv_tier_child.py")),
+            ]
             subprocess.run([*python, json.dumps(job)], check=True)
             found[stage] = json.loads(out.read_text())
             note(args.out, "serve", Path(args.model).name, found)
     without, again = found["without"]["prompts"], found["again"]["prompts"]
     found["crossover"] = {
-        n: {"prefill_s": without[n]["ttft_s"], "stored_s": again[n]["ttft_s"], "times": without[n]["ttft_s"] / again[n]["ttft_s"],
-            "same_text": without[n]["text"] == again[n]["text"]}
+        n: {
+            "prefill_s": without[n]["ttft_s"],
+            "stored_s": again[n]["ttft_s"],
+            "times": without[n]["ttft_s"] / again[n]["ttft_s"],
+            "same_text": without[n]["text"] == again[n]["text"],
+        }
         for n in without
-    }  # fmt: skip
+    }
     note(args.out, "serve", Path(args.model).name, found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("stage", choices=("speed", "codec", "serve"))
     parser.add_argument("model")
     parser.add_argument("--codec", default=SPEC)
     parser.add_argument("--calibration")
     parser.add_argument("--text")
-    parser.add_argument("--tables", type=Path, default=Path(tempfile.gettempdir()) / "assay-kv-tables")
+    parser.add_argument(
+        "--tables", type=Path, default=Path(tempfile.gettempdir()) / "assay-kv-tables"
+    )
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,14 +1,18 @@
-"""Stored blocks decoded on a GPU: kernels, the whole decoder, KL behind the tier, and time to first token in vLLM.
+"""Stored blocks decoded on a GPU: kernels, the whole decoder, KL behind the tier, and time to first
+token in vLLM.
 
-    python benchmarks/kv_tier_gpu.py kernels LAYERSxHEADSxDIM --out FILE   # drawn tables: needs no model, a minute
-    python benchmarks/kv_tier_gpu.py tables MODEL --calibrate WIKI_VALID   # calibrate and fit, kept in --tables
-    python benchmarks/kv_tier_gpu.py codec MODEL --text FILE --out FILE    # ratio, entropy, GB/s by length
-    python benchmarks/kv_tier_gpu.py kl MODEL --text FILE --out FILE       # a prefix from the tier against the exact one
-    python benchmarks/kv_tier_gpu.py ttft MODEL --text FILE --out FILE     # vLLM: prefill, stored, a copy of bf16; memory and disk
+    python benchmarks/kv_tier_gpu.py kernels LAYERSxHEADSxDIM --out FILE   # drawn tables: needs no
+    model, a minute python benchmarks/kv_tier_gpu.py tables MODEL --calibrate WIKI_VALID   #
+    calibrate and fit, kept in --tables python benchmarks/kv_tier_gpu.py codec MODEL --text FILE
+    --out FILE    # ratio, entropy, GB/s by length python benchmarks/kv_tier_gpu.py kl MODEL --text
+    FILE --out FILE       # a prefix from the tier against the exact one python
+    benchmarks/kv_tier_gpu.py ttft MODEL --text FILE --out FILE     # vLLM: prefill, stored, a copy
+    of bf16; memory and disk
 
-Results are added to --out by stage and model. GB are those of bf16 keys and values. Times are medians by CUDA events, or by the clock
-where the CPU has a part in it, with their range. `kl` prefills windows with transformers, puts the prefix through encoder and decoder,
-and scores the text behind it twice: from the exact cache and from what came back.
+Results are added to --out by stage and model. GB are those of bf16 keys and values. Times are
+medians by CUDA events, or by the clock where the CPU has a part in it, with their range. `kl`
+prefills windows with transformers, puts the prefix through encoder and decoder, and scores the text
+behind it twice: from the exact cache and from what came back.
 """
 
 from __future__ import annotations
@@ -60,7 +64,11 @@ def by_clock(run: Callable[[], object], rounds: int = 10) -> dict[str, float]:
 def gpu_machine() -> dict[str, Any]:
     import triton
 
-    return machine() | {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__}
+    return machine() | {
+        "gpu": torch.cuda.get_device_name(),
+        "triton": triton.__version__,
+        "torch": torch.__version__,
+    }
 
 
 def copies(size: int) -> dict[str, Any]:
@@ -75,13 +83,22 @@ def copies(size: int) -> dict[str, Any]:
     begin = time.perf_counter()
     hashlib.sha256(data).digest()
     hashed = len(data) / (time.perf_counter() - begin) / 1e9
-    to, back = (on_gpu(partial(a.copy_, b, non_blocking=True)) for a, b in ((there, pinned), (pinned, there)))
-    return {"bytes": size, "to_device_gb_s": size / to["ms"] / 1e6, "from_device_gb_s": size / back["ms"] / 1e6,
-            "sha256_gb_s_a_core": hashed}  # fmt: skip
+    to, back = (
+        on_gpu(partial(a.copy_, b, non_blocking=True))
+        for a, b in ((there, pinned), (pinned, there))
+    )
+    return {
+        "bytes": size,
+        "to_device_gb_s": size / to["ms"] / 1e6,
+        "from_device_gb_s": size / back["ms"] / 1e6,
+        "sha256_gb_s_a_core": hashed,
+    }
 
 
 def exactly(cpu: Any, gpu: Any, data: list[bytes]) -> dict[str, Any]:
-    """Whether coefficients on the GPU are those of the CPU in all bits, and how far tokens are apart."""
+    """Whether coefficients on the GPU are those of the CPU in all bits, and how far tokens are
+    apart.
+    """
     import numpy as np
 
     one = gpu.decode(data)
@@ -91,7 +108,9 @@ def exactly(cpu: Any, gpu: Any, data: list[bytes]) -> dict[str, Any]:
     found = slot.inputs.view(torch.int16).cpu().numpy().view(np.uint16)
     column = 0
     for d, head in zip(data, heads, strict=True):
-        at = head.exact_at + 2 * cpu.facts.layers * head.exact * cpu.facts.width * head.kind.itemsize
+        at = (
+            head.exact_at + 2 * cpu.facts.layers * head.exact * cpu.facts.width * head.kind.itemsize
+        )
         tokens = head.tokens - head.exact
         for i, (size, stream) in enumerate(zip(head.sizes, cpu._streams.values(), strict=True)):
             wanted = np.empty((stream.rank, tokens), np.uint16)
@@ -103,13 +122,17 @@ def exactly(cpu: Any, gpu: Any, data: list[bytes]) -> dict[str, Any]:
         column += (tokens + 3) // 4 * 4
     other = cpu.decode(data).float()
     gap = (one.cpu().float() - other).square().sum() / other.square().sum()
-    return {"coefficients": count, "coefficients_that_differ": wrong, "relative_squared_gap_of_tokens": float(gap)}
+    return {
+        "coefficients": count,
+        "coefficients_that_differ": wrong,
+        "relative_squared_gap_of_tokens": float(gap),
+    }
 
 
 def kernels(args: argparse.Namespace) -> None:
-    from assay.lab.kv.blocks import BlockCodec, BlockRefused
-    from assay.lab.kv.blocks_gpu import GpuBlockCodec
-    from assay.lab.kv.tier import keys_of
+    from assay_lab.kv.blocks import BlockCodec, BlockRefused
+    from assay_lab.kv.blocks_gpu import GpuBlockCodec
+    from assay_lab.kv.tier import keys_of
 
     layers, heads, dim = map(int, args.model.split("x"))
     found: dict[str, Any] = {"machine": gpu_machine(), "copies": copies(1 << 28)}
@@ -123,7 +146,11 @@ def kernels(args: argparse.Namespace) -> None:
 
     # The same sixteen blocks again and again, each at its own position.
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        data = list(pool.map(lambda i: cpu.encode(blocks[i % 16], first=BLOCK * i, key=keys[i]), range(many)))
+        data = list(
+            pool.map(
+                lambda i: cpu.encode(blocks[i % 16], first=BLOCK * i, key=keys[i]), range(many)
+            )
+        )
     gpu = GpuBlockCodec(tables, "cuda", min(16, os.cpu_count() or 1))
     found["exact"] = exactly(cpu, gpu, data[:16])
     note(args.out, "kernels", args.model, found)
@@ -147,12 +174,22 @@ def kernels(args: argparse.Namespace) -> None:
             calls, begin = recorded(gpu, some, keys), time.perf_counter()
             took = on_gpu(partial(gpu._coefficients, *calls[0]), 5)
             first = time.perf_counter() - begin
-            rows.append({"tokens": tokens, **gpu.settings, **took, "gb_s": size / took["ms"] / 1e6, "all_s": first})
+            rows.append(
+                {
+                    "tokens": tokens,
+                    **gpu.settings,
+                    **took,
+                    "gb_s": size / took["ms"] / 1e6,
+                    "all_s": first,
+                }
+            )
             note(args.out, "kernels", args.model, found)
         best = min((r for r in rows if r["tokens"] == tokens), key=lambda r: r["ms"])
         gpu.settings = {name: best[name] for name in ("sections", "num_warps")}
         products = on_gpu(partial(gpu._products, gpu._slots[0], tokens), 5)
-        rows.append({"tokens": tokens, "products": True, **products, "gb_s": size / products["ms"] / 1e6})
+        rows.append(
+            {"tokens": tokens, "products": True, **products, "gb_s": size / products["ms"] / 1e6}
+        )
         note(args.out, "kernels", args.model, found)
     if rows:
         gpu.settings = {name: rows[0][name] for name in ("sections", "num_warps")}  # the default
@@ -165,9 +202,21 @@ def kernels(args: argparse.Namespace) -> None:
             gpu.group = group
             gpu._slots.clear()
             gpu.warm(BLOCK)
-            row = {"tokens": tokens, "group": group, "settings": gpu.settings, "stored_bytes": sum(map(len, some))}
+            row = {
+                "tokens": tokens,
+                "group": group,
+                "settings": gpu.settings,
+                "stored_bytes": sum(map(len, some)),
+            }
             took = by_clock(partial(gpu.decode, some, keys[: len(some)]), 5)
-            whole.append({**row, **took, "gb_s": size / took["ms"] / 1e6, "into_pages": into_pages(gpu, some, keys)})
+            whole.append(
+                {
+                    **row,
+                    **took,
+                    "gb_s": size / took["ms"] / 1e6,
+                    "into_pages": into_pages(gpu, some, keys),
+                }
+            )
             note(args.out, "kernels", args.model, found)
 
 
@@ -182,14 +231,18 @@ def recorded(gpu: Any, some: list[bytes], keys: list[bytes]) -> list[Any]:
 
 
 def into_pages(gpu: Any, some: list[bytes], keys: list[bytes]) -> dict[str, Any]:
-    """Blocks into pages of 16 tokens as vLLM has them: by the clock, the CPU's part of it, and that of checks and copies into pinned memory."""
+    """Blocks into pages of 16 tokens as vLLM has them: by the clock, the CPU's part of it, and that
+    of checks and copies into pinned memory.
+    """
     import numpy as np
 
-    from assay.lab.kv.blocks_gpu import Target
+    from assay_lab.kv.blocks_gpu import Target
 
     facts, tokens, page = gpu.facts, len(some) * BLOCK, 16
     heads, dim = facts.kv_heads, facts.head_dim
-    x = torch.empty(facts.layers, tokens // page, heads, page, 2 * dim, dtype=torch.bfloat16, device=gpu.device)
+    x = torch.empty(
+        facts.layers, tokens // page, heads, page, 2 * dim, dtype=torch.bfloat16, device=gpu.device
+    )
     layer, kv, slot, head = np.ogrid[: facts.layers, :2, :page, :heads]
     table = layer * x.stride(0) + head * x.stride(2) + slot * x.stride(3) + kv * dim
     target = Target(x, torch.from_numpy(table.reshape(-1, page, heads)).to(gpu.device), x.stride(1))
@@ -203,7 +256,9 @@ def into_pages(gpu: Any, some: list[bytes], keys: list[bytes]) -> dict[str, Any]
 
     whole = by_clock(run, 7)
     count = min(len(some), gpu.group // BLOCK)
-    stage = by_clock(partial(gpu._stage, gpu._slots[0].pinned.numpy(), some[:count], keys[:count]), 7)
+    stage = by_clock(
+        partial(gpu._stage, gpu._slots[0].pinned.numpy(), some[:count], keys[:count]), 7
+    )
     wanted, where = gpu.decode(some, keys[: len(some)]), torch.from_numpy(slots).to(gpu.device)
     pages = (
         x.permute(0, 1, 3, 2, 4)
@@ -211,8 +266,13 @@ def into_pages(gpu: Any, some: list[bytes], keys: list[bytes]) -> dict[str, Any]
         .permute(0, 3, 1, 2, 4)
         .flatten(3)
     )
-    return {**whole, "gb_s": tokens * facts.token_bytes / whole["ms"] / 1e6, "cpu_ms": statistics.median(launched[2:]),
-            "check_and_copy_of_a_group_ms": stage["ms"], "as_the_tensor": bool(torch.equal(pages, wanted))}  # fmt: skip
+    return {
+        **whole,
+        "gb_s": tokens * facts.token_bytes / whole["ms"] / 1e6,
+        "cpu_ms": statistics.median(launched[2:]),
+        "check_and_copy_of_a_group_ms": stage["ms"],
+        "as_the_tensor": bool(torch.equal(pages, wanted)),
+    }
 
 
 def spec_of(step: float) -> str:
@@ -220,7 +280,7 @@ def spec_of(step: float) -> str:
 
 
 def fitted(args: argparse.Namespace) -> Any:
-    from assay.lab.kv.blocks import tables_for
+    from assay_lab.kv.blocks import tables_for
 
     return tables_for(args.model, spec_of(args.step), str(calibration(args)), args.tables)
 
@@ -231,7 +291,7 @@ def calibration(args: argparse.Namespace) -> Path:
 
 def tables(args: argparse.Namespace) -> None:
     """Calibrate on text of several kinds and fit, both once."""
-    from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
+    from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
     from kv_texts import mixed
 
     args.tables.mkdir(parents=True, exist_ok=True)
@@ -239,9 +299,15 @@ def tables(args: argparse.Namespace) -> None:
         text = args.tables / f"mixed-{Path(args.model).name}.txt"
         text.write_text(mixed(args.calibrate.read_text(encoding="utf-8")), encoding="utf-8")
         plan = CalibrationPlan(
-            f"hf:{args.model}?device={args.device}&dtype=bfloat16", calibration(args), text=(str(text),), windows=args.windows,
-            length=args.length, batch=8, tokens=min(8192, args.windows * args.length), sensitivity=args.sensitivity,
-        )  # fmt: skip
+            f"hf:{args.model}?device={args.device}&dtype=bfloat16",
+            calibration(args),
+            text=(str(text),),
+            windows=args.windows,
+            length=args.length,
+            batch=8,
+            tokens=min(8192, args.windows * args.length),
+            sensitivity=args.sensitivity,
+        )
         run_calibrate(plan)
     if args.step:
         fitted(args)
@@ -251,7 +317,11 @@ def opened(args: argparse.Namespace) -> tuple[Any, list[int]]:
     """The model in bf16 and the text's tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+        .to(args.device)
+        .eval()
+    )
     return model, AutoTokenizer.from_pretrained(args.model)(
         args.text.read_text(encoding="utf-8")[: args.characters]
     ).input_ids
@@ -260,21 +330,24 @@ def opened(args: argparse.Namespace) -> tuple[Any, list[int]]:
 def prefilled(model: Any, ids: list[int]) -> tuple[Any, torch.Tensor]:
     """The cache of tokens, and its keys and values [layers, 2, tokens, width]."""
     with torch.inference_mode():
-        cache = model.model(torch.tensor([ids], device=model.device), use_cache=True).past_key_values
+        cache = model.model(
+            torch.tensor([ids], device=model.device), use_cache=True
+        ).past_key_values
         rows = [
-            torch.stack([x[0].transpose(0, 1).flatten(1) for x in (layer.keys, layer.values)]) for layer in cache.layers
+            torch.stack([x[0].transpose(0, 1).flatten(1) for x in (layer.keys, layer.values)])
+            for layer in cache.layers
         ]
     return cache, torch.stack(rows)
 
 
 def coded(args: argparse.Namespace, found: Any) -> tuple[Any, Any]:
     """Encoder, and decoder on the device."""
-    from assay.lab.kv.blocks import BlockCodec
+    from assay_lab.kv.blocks import BlockCodec
 
     cpu = BlockCodec(found, 1)
     if args.device == "cpu":
         return cpu, cpu
-    from assay.lab.kv.blocks_gpu import GpuBlockCodec
+    from assay_lab.kv.blocks_gpu import GpuBlockCodec
 
     return cpu, GpuBlockCodec(found, args.device, min(16, os.cpu_count() or 1))
 
@@ -283,13 +356,19 @@ def encoded(cpu: Any, x: torch.Tensor) -> tuple[list[bytes], list[bytes]]:
     """Blocks of [layers, 2, tokens, width] and their keys."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from assay.lab.kv.tier import keys_of
+    from assay_lab.kv.tier import keys_of
 
     keys = keys_of(range(x.shape[2]), BLOCK, cpu.tables.digest)
     torch.set_num_threads(1)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda i: cpu.encode(x[:, :, BLOCK * i : BLOCK * (i + 1)].cpu(), first=BLOCK * i, key=keys[i]),
-                             range(len(keys)))), keys  # fmt: skip
+        return list(
+            pool.map(
+                lambda i: cpu.encode(
+                    x[:, :, BLOCK * i : BLOCK * (i + 1)].cpu(), first=BLOCK * i, key=keys[i]
+                ),
+                range(len(keys)),
+            )
+        ), keys
 
 
 def codec(args: argparse.Namespace) -> None:
@@ -305,17 +384,31 @@ def codec(args: argparse.Namespace) -> None:
     back = gpu.decode(data, keys).float()
     spread = (x.float() - x.float().mean(dim=2, keepdim=True)).square().sum()
     found: dict[str, Any] = {
-        "machine": gpu_machine(), "codec": facts.spec, "text": args.text.name, "tokens": longest, "bytes_per_token_bf16": facts.token_bytes,
+        "machine": gpu_machine(),
+        "codec": facts.spec,
+        "text": args.text.name,
+        "tokens": longest,
+        "bytes_per_token_bf16": facts.token_bytes,
         "ratio": 2 * x.numel() / sum(map(len, data)),
         "ratio_behind_the_first_block": 2 * values * (len(data) - 1) / sum(map(len, data[1:])),
-        "ratio_with_tables_at_32768": 32768 * facts.token_bytes / (len(data[0]) + (32768 / BLOCK - 1) * sum(map(len, data[1:])) / (len(data) - 1)
-                                                                  + tables_.decoder_bytes),
-        "table_bytes": tables_.decoder_bytes, "bits_per_value": 8 * len(data[1]) / values, "entropy_bits_per_value": bits / values,
-        "coded_over_entropy": words / bits, "escapes_in_a_block": escapes,
+        "ratio_with_tables_at_32768": 32768
+        * facts.token_bytes
+        / (
+            len(data[0])
+            + (32768 / BLOCK - 1) * sum(map(len, data[1:])) / (len(data) - 1)
+            + tables_.decoder_bytes
+        ),
+        "table_bytes": tables_.decoder_bytes,
+        "bits_per_value": 8 * len(data[1]) / values,
+        "entropy_bits_per_value": bits / values,
+        "coded_over_entropy": words / bits,
+        "escapes_in_a_block": escapes,
         "encode": encoding,
-        "relative_squared_error": float((back - x.float()).square().sum() / spread), "copies": copies(1 << 28),
-        "exact": exactly(cpu, gpu, data[:4]), "speed": [],
-    }  # fmt: skip
+        "relative_squared_error": float((back - x.float()).square().sum() / spread),
+        "copies": copies(1 << 28),
+        "exact": exactly(cpu, gpu, data[:4]),
+        "speed": [],
+    }
     del back
     note(args.out, "codec", f"{Path(args.model).name} step={args.step:g}", found)
     for group in args.groups:
@@ -323,27 +416,51 @@ def codec(args: argparse.Namespace) -> None:
         gpu._slots.clear()
         gpu.warm(BLOCK)
         for tokens in args.lengths:
-            some, size, count = data[: tokens // BLOCK], tokens * facts.token_bytes, min(tokens, group)
+            some, size, count = (
+                data[: tokens // BLOCK],
+                tokens * facts.token_bytes,
+                min(tokens, group),
+            )
             whole = by_clock(partial(gpu.decode, some, keys[: len(some)]), 7)
             calls = recorded(gpu, data[: count // BLOCK], keys)
             kernel = on_gpu(partial(gpu._coefficients, *calls[0]), 5)
             products = on_gpu(partial(gpu._products, gpu._slots[0], count - 4), 5)
             pinned = torch.empty(size // 2, dtype=torch.bfloat16, pin_memory=True)
-            copy = on_gpu(partial(torch.empty_like(pinned, device=args.device).copy_, pinned, non_blocking=True), 5)
-            found["speed"].append({
-                "tokens": tokens, "group": group, "stored_bytes": sum(map(len, some)), "load": os.getloadavg()[0],
-                "decode": whole, "gb_s": size / whole["ms"] / 1e6, "best_gb_s": size / whole["least_ms"] / 1e6,
-                "kernel": kernel, "kernel_gb_s": count * facts.token_bytes / kernel["ms"] / 1e6,
-                "products": products, "products_gb_s": count * facts.token_bytes / products["ms"] / 1e6,
-                "into_pages": into_pages(gpu, some, keys), "bf16_copy": copy, "bf16_copy_gb_s": size / copy["ms"] / 1e6,
-            })  # fmt: skip
+            copy = on_gpu(
+                partial(
+                    torch.empty_like(pinned, device=args.device).copy_, pinned, non_blocking=True
+                ),
+                5,
+            )
+            found["speed"].append(
+                {
+                    "tokens": tokens,
+                    "group": group,
+                    "stored_bytes": sum(map(len, some)),
+                    "load": os.getloadavg()[0],
+                    "decode": whole,
+                    "gb_s": size / whole["ms"] / 1e6,
+                    "best_gb_s": size / whole["least_ms"] / 1e6,
+                    "kernel": kernel,
+                    "kernel_gb_s": count * facts.token_bytes / kernel["ms"] / 1e6,
+                    "products": products,
+                    "products_gb_s": count * facts.token_bytes / products["ms"] / 1e6,
+                    "into_pages": into_pages(gpu, some, keys),
+                    "bf16_copy": copy,
+                    "bf16_copy_gb_s": size / copy["ms"] / 1e6,
+                }
+            )
             note(args.out, "codec", f"{Path(args.model).name} step={args.step:g}", found)
 
 
-def on_device(gpu: Any, x: torch.Tensor, *, timed: bool = True) -> tuple[list[bytes], list[bytes], dict[str, Any]]:
-    """Blocks of [layers, 2, tokens, width] by the GPU's encoder, their keys, and how fast 2,048 tokens went."""
-    from assay.lab.kv.encode_gpu import GpuEncoder
-    from assay.lab.kv.tier import keys_of
+def on_device(
+    gpu: Any, x: torch.Tensor, *, timed: bool = True
+) -> tuple[list[bytes], list[bytes], dict[str, Any]]:
+    """Blocks of [layers, 2, tokens, width] by the GPU's encoder, their keys, and how fast 2,048
+    tokens went.
+    """
+    from assay_lab.kv.encode_gpu import GpuEncoder
+    from assay_lab.kv.tier import keys_of
 
     keys, encoder, data = keys_of(range(x.shape[2]), BLOCK, gpu.tables.digest), GpuEncoder(gpu), []
     for at in range(0, len(keys), 16):
@@ -353,8 +470,17 @@ def on_device(gpu: Any, x: torch.Tensor, *, timed: bool = True) -> tuple[list[by
     if not timed:
         return data, keys, {}
     some = x[:, :, : 16 * BLOCK].contiguous()
-    times = by_clock(partial(encoder.encode, some, [BLOCK * i for i in range(some.shape[2] // BLOCK)], keys[:16]), 5)
-    return data, keys, times | {"tokens": some.shape[2], "gb_s": 2 * some.numel() / times["ms"] / 1e6}
+    times = by_clock(
+        partial(
+            encoder.encode, some, [BLOCK * i for i in range(some.shape[2] // BLOCK)], keys[:16]
+        ),
+        5,
+    )
+    return (
+        data,
+        keys,
+        times | {"tokens": some.shape[2], "gb_s": 2 * some.numel() / times["ms"] / 1e6},
+    )
 
 
 def kl(args: argparse.Namespace) -> None:
@@ -371,7 +497,11 @@ def kl(args: argparse.Namespace) -> None:
     def behind(x: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
         cache = DynamicCache()
         for layer, kv in enumerate(x):
-            k, v = kv.to(model.dtype).view(2, 1, x.shape[2], facts.kv_heads, facts.head_dim).transpose(2, 3)
+            k, v = (
+                kv.to(model.dtype)
+                .view(2, 1, x.shape[2], facts.kv_heads, facts.head_dim)
+                .transpose(2, 3)
+            )
             cache.update(k, v, layer)
         return model(rest, past_key_values=cache).logits[0].float().log_softmax(-1)
 
@@ -382,19 +512,40 @@ def kl(args: argparse.Namespace) -> None:
         _, x = prefilled(model, own[: args.length])
         data, keys = encoded(cpu, x) if args.device == "cpu" else on_device(gpu, x, timed=False)[:2]
         with torch.inference_mode():
-            back, rest = gpu.decode(data, keys).to(x.device), torch.tensor([own[args.length :]], device=x.device)
+            back, rest = (
+                gpu.decode(data, keys).to(x.device),
+                torch.tensor([own[args.length :]], device=x.device),
+            )
             exact, stored = behind(x, rest), behind(back, rest)
-            at_once = model(torch.tensor([own], device=x.device)).logits[0, args.length :].float().log_softmax(-1)
+            at_once = (
+                model(torch.tensor([own], device=x.device))
+                .logits[0, args.length :]
+                .float()
+                .log_softmax(-1)
+            )
             target = rest[0, 1:, None]
             nll = [float(-p[:-1].gather(1, target).mean()) for p in (exact, stored)]
-            rows.append({
-                "kl": float((exact.exp() * (exact - stored)).sum(-1).mean()),
-                "kl_of_another_split": float((at_once.exp() * (at_once - exact)).sum(-1).mean()),
-                "top1": float((exact.argmax(-1) == stored.argmax(-1)).float().mean()),
-                "nll_exact": nll[0], "nll_stored": nll[1], "stored_bytes": sum(map(len, data)), "ratio": 2 * x.numel() / sum(map(len, data)),
-            })  # fmt: skip
-        found = {"machine": gpu_machine() if args.device != "cpu" else machine(), "codec": facts.spec, "text": args.text.name,
-                 "prefix": args.length, "follow": follow, "windows": rows}  # fmt: skip
+            rows.append(
+                {
+                    "kl": float((exact.exp() * (exact - stored)).sum(-1).mean()),
+                    "kl_of_another_split": float(
+                        (at_once.exp() * (at_once - exact)).sum(-1).mean()
+                    ),
+                    "top1": float((exact.argmax(-1) == stored.argmax(-1)).float().mean()),
+                    "nll_exact": nll[0],
+                    "nll_stored": nll[1],
+                    "stored_bytes": sum(map(len, data)),
+                    "ratio": 2 * x.numel() / sum(map(len, data)),
+                }
+            )
+        found = {
+            "machine": gpu_machine() if args.device != "cpu" else machine(),
+            "codec": facts.spec,
+            "text": args.text.name,
+            "prefix": args.length,
+            "follow": follow,
+            "windows": rows,
+        }
         if i:
             for name in ("kl", "kl_of_another_split", "top1", "ratio"):
                 found[name] = interval_json(mean_interval([r[name] for r in rows]))
@@ -405,15 +556,24 @@ def kl(args: argparse.Namespace) -> None:
 
 
 class Copied:
-    """In the place of a codec: bf16 from pinned memory or from files, as a tier without a codec would have it.
+    """In the place of a codec: bf16 from pinned memory or from files, as a tier without a codec
+    would have it.
 
-    Groups are [layers, 2, tokens, width] in pinned memory; with `paths` they are read from there first, by eight threads.
+    Groups are [layers, 2, tokens, width] in pinned memory; with `paths` they are read from there
+    first, by eight threads.
     """
 
-    def __init__(self, codec: Any, groups: list[torch.Tensor], paths: list[Path] | None = None) -> None:
+    def __init__(
+        self, codec: Any, groups: list[torch.Tensor], paths: list[Path] | None = None
+    ) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
-        self.facts, self.device, self._groups, self._paths = codec.facts, codec.device, groups, paths
+        self.facts, self.device, self._groups, self._paths = (
+            codec.facts,
+            codec.device,
+            groups,
+            paths,
+        )
         self._codec, self._pool = codec, ThreadPoolExecutor(8)
 
     def _read(self, job: tuple[Path, memoryview, int]) -> None:
@@ -425,10 +585,17 @@ class Copied:
     def _filled(self) -> Any:
         for i, group in enumerate(self._groups):
             if self._paths is not None:
-                raw, step = memoryview(group.view(torch.uint8).numpy().reshape(-1)), -(-group.numel() // 4)
+                raw, step = (
+                    memoryview(group.view(torch.uint8).numpy().reshape(-1)),
+                    -(-group.numel() // 4),
+                )
                 list(
                     self._pool.map(
-                        self._read, [(self._paths[i], raw[at : at + step], at) for at in range(0, len(raw), step)]
+                        self._read,
+                        [
+                            (self._paths[i], raw[at : at + step], at)
+                            for at in range(0, len(raw), step)
+                        ],
                     )
                 )
             yield group.to(self.device, non_blocking=True)
@@ -440,8 +607,15 @@ class Copied:
         at, width, order = 0, self.facts.width, self._codec._on_device["order"]
         none = self._codec._on_device["numbers"]
         for x in self._filled():
-            own = torch.from_numpy(slots[at : at + x.shape[2]]).int().pin_memory().to(self.device, non_blocking=True)
-            self._codec._place(x, order * (x.shape[2] * width), (1, width), own, none, none, target, False)
+            own = (
+                torch.from_numpy(slots[at : at + x.shape[2]])
+                .int()
+                .pin_memory()
+                .to(self.device, non_blocking=True)
+            )
+            self._codec._place(
+                x, order * (x.shape[2] * width), (1, width), own, none, none, target, False
+            )
             at += x.shape[2]
         return self
 
@@ -458,7 +632,9 @@ def cold(paths: list[Path]) -> None:
 
 
 def ttft(args: argparse.Namespace) -> None:
-    """Time to first token in vLLM of a prompt that is prefilled, that is stored, and whose bf16 cache lies in pinned memory."""
+    """Time to first token in vLLM of a prompt that is prefilled, that is stored, and whose bf16
+    cache lies in pinned memory.
+    """
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -471,29 +647,51 @@ def ttft(args: argparse.Namespace) -> None:
     tables_, cuda = fitted(args), args.device != "cpu"
     extra = {"tables": str(tables_.write(args.tables)), "size": 20 * 10**9}
     more: dict[str, Any] = (
-        {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": args.cache << 30} if cuda else {"block_size": 128}
+        {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": args.cache << 30}
+        if cuda
+        else {"block_size": 128}
     )
     if args.page:
         more["block_size"] = args.page
     if not args.eager:
-        more["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 136, 264, 520]}
+        more["compilation_config"] = {
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 136, 264, 520]
+        }
         if args.graphs:
             more["compilation_config"]["cudagraph_mode"] = args.graphs
     begin = time.perf_counter()
     llm = LLM(
-        args.model, dtype="bfloat16", enforce_eager=args.eager, max_model_len=max(args.lengths) + 64, max_num_seqs=8,
-        max_num_batched_tokens=max(args.lengths) + 64, **more, kv_transfer_config={
-            "kv_connector": "AssayTier", "kv_connector_module_path": "assay.lab.kv.connector", "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra},
-    )  # fmt: skip
-    found: dict[str, Any] = {"machine": gpu_machine() if cuda else machine(), "vllm": version, "codec": tables_.facts.spec,
-                             "eager": args.eager, "cudagraph_mode": args.graphs or "default", "block_size": args.page or "default", "start_s": time.perf_counter() - begin, "prompts": {}}  # fmt: skip
+        args.model,
+        dtype="bfloat16",
+        enforce_eager=args.eager,
+        max_model_len=max(args.lengths) + 64,
+        max_num_seqs=8,
+        max_num_batched_tokens=max(args.lengths) + 64,
+        **more,
+        kv_transfer_config={
+            "kv_connector": "AssayTier",
+            "kv_connector_module_path": "assay_lab.kv.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        },
+    )
+    found: dict[str, Any] = {
+        "machine": gpu_machine() if cuda else machine(),
+        "vllm": version,
+        "codec": tables_.facts.spec,
+        "eager": args.eager,
+        "cudagraph_mode": args.graphs or "default",
+        "block_size": args.page or "default",
+        "start_s": time.perf_counter() - begin,
+        "prompts": {},
+    }
     ids = llm.get_tokenizer()(args.text.read_text(encoding="utf-8")).input_ids
     core = llm.llm_engine.engine_core.engine_core
     planner, mover = core.scheduler.connector._planner, get_kv_transfer_group()._mover
     real = mover.codec
     match, step = planner.match, planner.step
-    from assay.lab.kv.tier import BlockStore
+    from assay_lab.kv.tier import BlockStore
 
     one = SamplingParams(temperature=0, max_tokens=1)
     store, folder = mover.store, Path(tempfile.mkdtemp(prefix="assay-kv-ttft-", dir=args.disk))
@@ -501,7 +699,9 @@ def ttft(args: argparse.Namespace) -> None:
     found["disk"] = os.popen(f"stat -f -c %T {folder}").read().strip()
 
     def ask(tokens: list[int], mode: str, how: Any = one) -> tuple[float, float, dict[int, float]]:
-        """Seconds, the CPU's seconds of loading, and log-probabilities of the first token where they are asked for."""
+        """Seconds, the CPU's seconds of loading, and log-probabilities of the first token where
+        they are asked for.
+        """
         mover.store = planner.store = on_disk if mode == "disk" else store
         if mode == "disk":
             cold(list(folder.rglob("*.block")))
@@ -534,9 +734,15 @@ def ttft(args: argparse.Namespace) -> None:
     mover.load = timed_load
     # What an engine takes for the eight tokens alone that every prompt has behind its prefix.
     least = [1e3 * ask(ids[-8:], "prefill")[0] for _ in range(args.rounds + 3)][3:]
-    found["eight_tokens"] = {"ttft_ms": statistics.median(least), "least_ms": min(least), "most_ms": max(least)}
+    found["eight_tokens"] = {
+        "ttft_ms": statistics.median(least),
+        "least_ms": min(least),
+        "most_ms": max(least),
+    }
     for number, length in enumerate(args.lengths):
-        prompt = ids[number * 50 : number * 50 + length + 8]  # beginnings in different places share nothing
+        prompt = ids[
+            number * 50 : number * 50 + length + 8
+        ]  # beginnings in different places share nothing
         ask(prompt, "prefill")
         begin = time.perf_counter()
         ask(prompt, "store")
@@ -553,28 +759,45 @@ def ttft(args: argparse.Namespace) -> None:
         for path, group in zip(paths, groups, strict=True):
             path.write_bytes(group.view(torch.uint8).numpy().tobytes())
         copied = {"copy": Copied(real, groups), "disk copy": Copied(real, groups, paths)}
-        row: dict[str, Any] = {"tokens": length, "store_s": stored_in, "blocks": len(data), "stored_bytes": sum(map(len, data)),
-                               "ratio": length * tables_.facts.token_bytes / sum(map(len, data))}  # fmt: skip
+        row: dict[str, Any] = {
+            "tokens": length,
+            "store_s": stored_in,
+            "blocks": len(data),
+            "stored_bytes": sum(map(len, data)),
+            "ratio": length * tables_.facts.token_bytes / sum(map(len, data)),
+        }
         modes = ("prefill", "load", "copy", "disk", "disk copy")
         times: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
         said = {
-            mode: ask(prompt, mode, SamplingParams(temperature=0, max_tokens=1, logprobs=20))[2] for mode in modes[:2]
+            mode: ask(prompt, mode, SamplingParams(temperature=0, max_tokens=1, logprobs=20))[2]
+            for mode in modes[:2]
         }
-        # A mode is asked all its rounds in a row: another one leaves the caches of the device in another state.
+        # A mode is asked all its rounds in a row: another one leaves the caches of the device in
+        # another state.
         for mode in modes:
             times[mode] = [ask(prompt, mode)[:2] for _ in range(args.rounds + 1)][1:]
         if cuda:
             row["into_pages_alone"] = into_pages(real, data, planner_keys)
         for mode in modes:
             all_, loading_ = zip(*times[mode], strict=True)
-            row[mode] = {"ttft_ms": 1e3 * statistics.median(all_), "least_ms": 1e3 * min(all_), "most_ms": 1e3 * max(all_),
-                         "loading_ms": 1e3 * statistics.median(loading_)}  # fmt: skip
+            row[mode] = {
+                "ttft_ms": 1e3 * statistics.median(all_),
+                "least_ms": 1e3 * min(all_),
+                "most_ms": 1e3 * max(all_),
+                "loading_ms": 1e3 * statistics.median(loading_),
+            }
         both = said["prefill"].keys() & said["load"].keys()
-        row["first_token_logprob_gap"] = max(abs(said["prefill"][t] - said["load"][t]) for t in both)
+        row["first_token_logprob_gap"] = max(
+            abs(said["prefill"][t] - said["load"][t]) for t in both
+        )
         row["times_faster_than_prefill"] = row["prefill"]["ttft_ms"] / row["load"]["ttft_ms"]
         for mode in modes[2:]:
-            row[f"times_faster_than_{mode.replace(' ', '_')}"] = row[mode]["ttft_ms"] / row["load"]["ttft_ms"]
-        row["times_faster_disk_than_disk_copy"] = row["disk copy"]["ttft_ms"] / row["disk"]["ttft_ms"]
+            row[f"times_faster_than_{mode.replace(' ', '_')}"] = (
+                row[mode]["ttft_ms"] / row["load"]["ttft_ms"]
+            )
+        row["times_faster_disk_than_disk_copy"] = (
+            row["disk copy"]["ttft_ms"] / row["disk"]["ttft_ms"]
+        )
         row["load_average"] = os.getloadavg()[0]
         found["prompts"][str(length)] = row
         found["tier"], found["tier_on_disk"] = store.counters.to_json(), on_disk.counters.to_json()
@@ -584,37 +807,59 @@ def ttft(args: argparse.Namespace) -> None:
 
 def planner_blocks(planner: Any, prompt: list[int]) -> list[bytes]:
     """Keys of the whole blocks of a prompt."""
-    from assay.lab.kv.tier import keys_of
+    from assay_lab.kv.tier import keys_of
 
     return keys_of(prompt, planner.block, planner.seed)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("stage", choices=("kernels", "tables", "codec", "kl", "ttft"))
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument(
-        "--only-whole", action="store_true", help="kernels: the whole decoder at --tokens, nothing else"
+        "--only-whole",
+        action="store_true",
+        help="kernels: the whole decoder at --tokens, nothing else",
     )
-    parser.add_argument("--step", type=float, default=0.0052, help="of the codec; tables: 0 calibrates alone")
+    parser.add_argument(
+        "--step", type=float, default=0.0052, help="of the codec; tables: 0 calibrates alone"
+    )
     parser.add_argument("--calibrate", type=Path)
     parser.add_argument("--windows", type=int, default=96)
     parser.add_argument(
-        "--length", type=int, default=1024, help="tokens of a window that is calibrated on, or of kl's prefix"
+        "--length",
+        type=int,
+        default=1024,
+        help="tokens of a window that is calibrated on, or of kl's prefix",
     )
     parser.add_argument("--sensitivity", type=int, default=16)
-    parser.add_argument("--follow", type=int, default=512, help="tokens behind the prefix that kl scores")
+    parser.add_argument(
+        "--follow", type=int, default=512, help="tokens behind the prefix that kl scores"
+    )
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--tables", type=Path, default=Path(tempfile.gettempdir()) / "assay-kv-tables")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096, 8192])
+    parser.add_argument(
+        "--tables", type=Path, default=Path(tempfile.gettempdir()) / "assay-kv-tables"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096, 8192]
+    )
     parser.add_argument("--groups", type=int, nargs="+", default=[8192, 4096])
     parser.add_argument("--characters", type=int, default=400_000, help="of the text")
-    parser.add_argument("--disk", type=Path, help="folder on a disk, for ttft's blocks and bf16 files there")
+    parser.add_argument(
+        "--disk", type=Path, help="folder on a disk, for ttft's blocks and bf16 files there"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cache", type=int, default=2, help="GiB of vLLM's cache")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--page", type=int, default=0, help="tokens of vLLM's own blocks, which it hashes one by one")
+    parser.add_argument(
+        "--page",
+        type=int,
+        default=0,
+        help="tokens of vLLM's own blocks, which it hashes one by one",
+    )
     parser.add_argument("--graphs", default="", help="vLLM's cudagraph_mode, as FULL")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=Path(os.devnull))

@@ -1,4 +1,6 @@
-"""Processes of `kv_vllm_overhead.py`: engines that answer in lines of JSON, and coders that are fitted beside them."""
+"""Processes of `kv_vllm_overhead.py`: engines that answer in lines of JSON, and coders that are
+fitted beside them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ PREFIX = '{"kv_vllm": '
 def reason(text: str) -> str:
     """What a failed process says: its last error, and what follows where that is only a heading."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [i for i, line in enumerate(lines) if "Error" in line and "During handling" not in line]
+    errors = [
+        i for i, line in enumerate(lines) if "Error" in line and "During handling" not in line
+    ]
     if not errors:
         return lines[-1][-400:] if lines else "it said nothing"
     last = errors[-1]
@@ -40,14 +44,20 @@ class Child:
         self.timed_out = False
 
     def lines(self, limit_s: float, quiet_s: float) -> Iterator[dict[str, Any]]:
-        """What it says, as it comes; it is ended when the time is up, or when it said nothing for so long."""
+        """What it says, as it comes; it is ended when the time is up, or when it said nothing for
+        so long.
+        """
         last = time.monotonic()
         deadline = last + limit_s
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
             process = subprocess.Popen(
                 [sys.executable, str(HERE / "kv_vllm_measured.py")],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace",
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                errors="replace",
+            )
             if process.stdin is None or process.stdout is None:
                 raise RuntimeError("the process has no pipes")
             process.stdin.write(json.dumps(self.job))
@@ -57,7 +67,9 @@ class Child:
             reader.start()
             try:
                 while True:
-                    line = said.get(timeout=max(0.1, min(deadline, last + quiet_s) - time.monotonic()))
+                    line = said.get(
+                        timeout=max(0.1, min(deadline, last + quiet_s) - time.monotonic())
+                    )
                     if line is None:
                         break
                     if line.startswith(PREFIX):
@@ -98,7 +110,13 @@ class Fits:
         for name, codec in codecs.items():
             self._paths[name] = file_of(model, codec, calibration)
             if not self._paths[name].exists():
-                command = [sys.executable, str(HERE / "kv_vllm_fitted.py"), model, codec, str(calibration)]
+                command = [
+                    sys.executable,
+                    str(HERE / "kv_vllm_fitted.py"),
+                    model,
+                    codec,
+                    str(calibration),
+                ]
                 self._runs[name] = subprocess.Popen(
                     command, env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
                 )

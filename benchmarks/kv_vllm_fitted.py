@@ -1,8 +1,11 @@
-"""Coders fitted ahead, in a process of their own: those that predict take a minute, which no timed engine waits for.
+"""Coders fitted ahead, in a process of their own: those that predict take a minute, which no timed
+engine waits for.
 
-    python benchmarks/kv_vllm_fitted.py ./model 'prerope+pca(step=0.003, weights=measured)' CALIBRATION
+    python benchmarks/kv_vllm_fitted.py ./model 'prerope+pca(step=0.003, weights=measured)'
+    CALIBRATION
 
-`file_of` says where they are kept, and `hook` is a factory of hooks of vLLM that takes them from there.
+`file_of` says where they are kept, and `hook` is a factory of hooks of vLLM that takes them from
+there.
 """
 
 from __future__ import annotations
@@ -16,27 +19,33 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from assay.lab.kv.cache_hook import HookPlan, read
-from assay.lab.kv.codecs import cache_shape
-from assay.lab.kv.fit import Bench, CoderSet
-from assay.lab.kv.spec import parse_spec
-from assay.lab.kv.transforms import Rotary
-from assay.lab.kv.vllm import VllmCodecHook
 from assay.runs import cache_dir
+from assay_lab.kv.cache_hook import HookPlan, read
+from assay_lab.kv.codecs import cache_shape
+from assay_lab.kv.fit import Bench, CoderSet
+from assay_lab.kv.spec import parse_spec
+from assay_lab.kv.transforms import Rotary
+from assay_lab.kv.vllm import VllmCodecHook
 
 LENGTH = 8192
 """Positions of the rotary tables that put a calibration's keys behind RoPE."""
 
 
 def file_of(model: str, codec: str, calibration: Path) -> Path:
-    """Where the coders of a codec are, for this state of the calibration and of what they are made of."""
+    """Where the coders of a codec are, for this state of the calibration and of what they are made
+    of.
+    """
     import assay
 
     state, root = calibration.stat(), Path(assay.__file__).parent
     sources = (path for area in ("kv", "quant") for path in sorted((root / area).rglob("*.py")))
     code = [path.read_bytes() for path in sources]
-    named = repr((Path(model).name, str(parse_spec(codec)), state.st_mtime_ns, state.st_size)).encode()
-    return cache_dir("kv-fitted") / f"{hashlib.sha256(named + b''.join(code)).hexdigest()[:24]}.pickle"
+    named = repr(
+        (Path(model).name, str(parse_spec(codec)), state.st_mtime_ns, state.st_size)
+    ).encode()
+    return (
+        cache_dir("kv-fitted") / f"{hashlib.sha256(named + b''.join(code)).hexdigest()[:24]}.pickle"
+    )
 
 
 def fit(model: str, codec: str, calibration: Path) -> Path:

@@ -1,7 +1,9 @@
-"""One engine of `kv_vllm_overhead.py`, in a process of its own: starts it and measures configurations that it can run.
+"""One engine of `kv_vllm_overhead.py`, in a process of its own: starts it and measures
+configurations that it can run.
 
-Reads a job from standard input and prints a line of JSON for the engine, then one for each configuration. A codec is
-measured in turns with the engine without it. Ends after an error that may have left the engine broken.
+Reads a job from standard input and prints a line of JSON for the engine, then one for each
+configuration. A codec is measured in turns with the engine without it. Ends after an error that may
+have left the engine broken.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ class Bench:
         }
 
     def generate(self, prompts: range, length: int, new: int, *, named: bool = False) -> float:
-        """Seconds for these prompts of `length` tokens and `new` tokens each; `named` ones are known again when they come twice."""
+        """Seconds for these prompts of `length` tokens and `new` tokens each; `named` ones are
+        known again when they come twice.
+        """
         from vllm import SamplingParams
 
         from assay.engines.vllm.hooks import WINDOW
@@ -98,10 +102,13 @@ class Bench:
         size = self.vocabulary
         # Any tokens do: nothing is scored. 17 is no common factor of it, so that windows differ.
         tokens = [
-            {"prompt_token_ids": [(i * 7919 + j * 17) % (size - 100) + 50 for j in range(length)]} for i in prompts
+            {"prompt_token_ids": [(i * 7919 + j * 17) % (size - 100) + 50 for j in range(length)]}
+            for i in prompts
         ]
         plain = {"max_tokens": new, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
-        asked = [SamplingParams(**plain, extra_args={WINDOW: i} if named else None) for i in prompts]
+        asked = [
+            SamplingParams(**plain, extra_args={WINDOW: i} if named else None) for i in prompts
+        ]
         begin = time.perf_counter()
         self.llm.generate(tokens, asked, use_tqdm=False)
         return time.perf_counter() - begin
@@ -112,7 +119,9 @@ class Bench:
         return min(self.given["windows"], max(1, self.given["step_tokens"] // self.given["length"]))
 
     def prefill(self, windows: int, hooks: Any = None) -> float:
-        """Seconds for so many windows; where a hook wants several passes, those of a step through all, then the next."""
+        """Seconds for so many windows; where a hook wants several passes, those of a step through
+        all, then the next.
+        """
         length = self.given["length"]
         if hooks is None or hooks.passes == 1:
             return self.generate(range(windows), length, 1)
@@ -135,10 +144,16 @@ class Bench:
         """The codec in the engine's layers: as a server has it, in snapshot as windows are scored."""
         from assay.engines.scoring import HookSpec
         from assay.engines.vllm.hooks import KvHooks, Steps
-        from assay.lab.kv.cache_hook import hook_spec
+        from assay_lab.kv.cache_hook import hook_spec
 
         runner = self.core.model_executor.driver_worker.model_runner
-        spec = hook_spec("vllm:", codec=row["codec"], mode=row["mode"], length=self.given["length"], measure_windows=0)
+        spec = hook_spec(
+            "vllm:",
+            codec=row["codec"],
+            mode=row["mode"],
+            length=self.given["length"],
+            measure_windows=0,
+        )
         if row["fitted"]:
             spec = HookSpec("kv_vllm_fitted:hook", {**spec.config, "fitted": row["fitted"]})
         steps = Steps(runner, self.given["length"] if row.get("mode") == "snapshot" else None)
@@ -150,12 +165,16 @@ class Bench:
         turns = Turns(self, row)
         turns.once(lambda hooks: self.prefill(self.in_a_step, hooks))
         windows, new = given["windows"], given["new"]
-        found = turns.rates("prefill_tok_s", lambda hooks: self.prefill(windows, hooks), windows * given["length"])
+        found = turns.rates(
+            "prefill_tok_s", lambda hooks: self.prefill(windows, hooks), windows * given["length"]
+        )
         if row.get("mode") == "snapshot":
             found["decode_tok_s"] = None  # every window is run twice: that is no decoding
         else:
             turns.once(lambda hooks: self.decode(4))
-            found |= turns.rates("decode_tok_s", lambda hooks: self.decode(new), given["requests"] * new)
+            found |= turns.rates(
+                "decode_tok_s", lambda hooks: self.decode(new), given["requests"] * new
+            )
         if row.get("mode"):
             found |= {"codec": row["codec"], "mode": row["mode"]}
             found |= {"coder_calls": turns.fires, "layers_coded": turns.layers}
@@ -165,25 +184,33 @@ class Bench:
 
 
 class Turns:
-    """Repeats of one configuration: the codec put in, timed, and taken off again, after the engine without it was."""
+    """Repeats of one configuration: the codec put in, timed, and taken off again, after the engine
+    without it was.
+    """
 
     def __init__(self, bench: Bench, row: dict[str, Any]) -> None:
         self.bench, self.row = bench, row
         self.fires = self.layers = 0
 
     def rates(self, name: str, run: Callable[[Any], float], tokens: int) -> dict[str, Any]:
-        """Tokens a second; fewer repeats than asked for where they take longer than the limit together."""
+        """Tokens a second; fewer repeats than asked for where they take longer than the limit
+        together.
+        """
         bare: list[float] = []
         own: list[float] = []
         begin, limit_s = time.perf_counter(), self.bench.job["limit"]
-        while len(own) < self.bench.given["repeats"] and (not own or time.perf_counter() - begin < limit_s):
+        while len(own) < self.bench.given["repeats"] and (
+            not own or time.perf_counter() - begin < limit_s
+        ):
             if self.row.get("mode"):
                 bare.append(tokens / run(None))
             own.append(tokens / self.once(run))
         found = {name: spread(own)}
         if bare:
             found[f"without_{name}"] = spread(bare)
-            found[f"change_{name}"] = spread([100 * (x / y - 1) for x, y in zip(own, bare, strict=True)])
+            found[f"change_{name}"] = spread(
+                [100 * (x / y - 1) for x, y in zip(own, bare, strict=True)]
+            )
         return found
 
     def once(self, run: Callable[[Any], float]) -> float:
@@ -202,7 +229,11 @@ class Turns:
 
 def spread(values: list[float]) -> dict[str, Any]:
     """Median and all values."""
-    return {"median": statistics.median(values), "n": len(values), "all": [round(v, 2) for v in values]}
+    return {
+        "median": statistics.median(values),
+        "n": len(values),
+        "all": [round(v, 2) for v in values],
+    }
 
 
 def hardware() -> dict[str, Any]:
@@ -211,7 +242,11 @@ def hardware() -> dict[str, Any]:
 
     return {
         "torch": torch.__version__,
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores",
+        "hardware": (
+            torch.cuda.get_device_name()
+            if torch.cuda.is_available()
+            else f"{os.cpu_count()} CPU cores"
+        ),
         "load_average": [round(x, 1) for x in os.getloadavg()],
     }
 
@@ -239,7 +274,11 @@ def main() -> None:
     import vllm
 
     bench = Bench(llm, job)
-    engine = {"vllm": vllm.__version__, "start_s": round(time.perf_counter() - begin, 1), **job["engine"]}
+    engine = {
+        "vllm": vllm.__version__,
+        "start_s": round(time.perf_counter() - begin, 1),
+        **job["engine"],
+    }
     tell({"engine": engine | bench.cache_facts()})
     for row in job["rows"]:
         name, begin = row["name"], time.perf_counter()
@@ -256,7 +295,13 @@ def main() -> None:
         except Exception as error:  # a row must not take the others with it
             traceback.print_exc()
             text = next(iter(str(error).splitlines()), "")[:400]
-            tell({"row": name, "status": "unavailable", "reasons": [f"{type(error).__name__}: {text}"]})
+            tell(
+                {
+                    "row": name,
+                    "status": "unavailable",
+                    "reasons": [f"{type(error).__name__}: {text}"],
+                }
+            )
             break
         tell({"row": name, "measured_s": round(time.perf_counter() - begin, 1), **found})
     sys.stderr.flush()

@@ -1,24 +1,30 @@
-"""What a KV codec costs in vLLM, in tokens a second, against no hook and against the engine's own compressed caches.
+"""What a KV codec costs in vLLM, in tokens a second, against no hook and against the engine's own
+compressed caches.
 
 Run it with a Python that has vLLM and assay in its path:
 
     python benchmarks/kv_vllm_overhead.py ./model --minutes 6 --out FILE.jsonl
 
-Configurations of one engine run in one process (`kv_vllm_measured.py`), engine after engine; its rows are written as
-they come, one that fails loses nothing but itself, and a file with rows of the same settings is gone on with. A codec is timed in
-turns with the same engine without it. Every engine has the same bytes of memory for its cache; `cache_tokens` is what it
-says it holds. Names that end in `-graphs` have CUDA graphs and compilation, the engine's default; the others have
-`enforce_eager`, the only way that runs hooks, as the row `codec-graphs` shows. Times are of whole `LLM.generate` calls:
+Configurations of one engine run in one process (`kv_vllm_measured.py`), engine after engine; its
+rows are written as they come, one that fails loses nothing but itself, and a file with rows of the
+same settings is gone on with. A codec is timed in turns with the same engine without it. Every
+engine has the same bytes of memory for its cache; `cache_tokens` is what it says it holds. Names
+that end in `-graphs` have CUDA graphs and compilation, the engine's default; the others have
+`enforce_eager`, the only way that runs hooks, as the row `codec-graphs` shows. Times are of whole
+`LLM.generate` calls:
 
-- *prefill*: `windows` prompts of `length` tokens, one new token each, in prompt tokens a second (in snapshot both passes);
-- *decode*: `requests` prompts of `prompt` tokens, `new` + 1 tokens each, less the same with one token each, in new tokens a
+- *prefill*: `windows` prompts of `length` tokens, one new token each, in prompt tokens a second (in
+  snapshot both passes);
+- *decode*: `requests` prompts of `prompt` tokens, `new` + 1 tokens each, less the same with one
+  token each, in new tokens a
   second.
 
-Codecs that learn are fitted ahead, beside the first engines (`kv_vllm_fitted.py`), from the calibration of
-`kv_codecs.py --calibrate-only`; without one their rows are not measured.
+Codecs that learn are fitted ahead, beside the first engines (`kv_vllm_fitted.py`), from the
+calibration of `kv_codecs.py --calibrate-only`; without one their rows are not measured.
 
-vLLM 0.25's TurboQuant presets run on its model runner V1, whose steps assay follows, only with their name put right in
-memory (`assay.engines.vllm.start`); then they are tried on V2. What both say is kept where neither runs.
+vLLM 0.25's TurboQuant presets run on its model runner V1, whose steps assay follows, only with
+their name put right in memory (`assay.engines.vllm.start`); then they are tried on V2. What both
+say is kept where neither runs.
 """
 
 from __future__ import annotations
@@ -34,7 +40,17 @@ from typing import Any
 from assay.runs import cache_dir
 from kv_vllm_child import Child, Fits
 
-SETTINGS = ("windows", "length", "requests", "prompt", "new", "repeats", "cache_gib", "step_tokens", "device")
+SETTINGS = (
+    "windows",
+    "length",
+    "requests",
+    "prompt",
+    "new",
+    "repeats",
+    "cache_gib",
+    "step_tokens",
+    "device",
+)
 PREDICTING = "prerope+sinks+pca(step=0.003, weights=measured, predict=all)"
 TRELLIS = "prerope+sinks+pca(step=0.003, weights=measured, predict=all, trellis=8)"
 
@@ -83,7 +99,10 @@ CONFIGURATIONS = {
 """By name, the most telling first."""
 FURTHER = {
     **{name: Configuration(Engine(name)) for name in PRESETS[2:]},
-    **{f"{name}-graphs": Configuration(replace(GRAPHS, kv_cache_dtype=name)) for name in PRESETS[1:]},
+    **{
+        f"{name}-graphs": Configuration(replace(GRAPHS, kv_cache_dtype=name))
+        for name in PRESETS[1:]
+    },
     "identity-snapshot": Configuration(mode="snapshot", codec="identity"),
     "bf16-v2": Configuration(Engine(runner="2")),
 }
@@ -107,7 +126,9 @@ def read_rows(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]
 
 
 def base_of(row: dict[str, Any]) -> str:
-    """The configuration that a row without a codec is compared with: the exact cache of the same kind of engine."""
+    """The configuration that a row without a codec is compared with: the exact cache of the same
+    kind of engine.
+    """
     if not row["eager"]:
         return "bf16-graphs"
     return "bf16-v2" if row["runner"] == "2" else "bf16"
@@ -142,7 +163,9 @@ class Run:
         self.settings |= {"codec": args.codec, "model": Path(args.model).name}
         self.rows = read_rows(args.out, self.settings)
         names = args.configurations.split(",")
-        done = {n for n, row in self.rows.items() if row["status"] != "not measured" and not args.again}
+        done = {
+            n for n, row in self.rows.items() if row["status"] != "not measured" and not args.again
+        }
         self.todo = [name for name in names if name not in done]
         codecs = {n: KNOWN[n].codec or args.codec for n in self.todo if KNOWN[n].learns}
         self.fits = Fits(args.model, codecs, args.calibration)
@@ -162,7 +185,9 @@ class Run:
         print(line_of(row, self.rows), flush=True)
 
     def next_group(self) -> list[str]:
-        """The first configuration to do and those of the same engine; fitted ones before those that still are."""
+        """The first configuration to do and those of the same engine; fitted ones before those that
+        still are.
+        """
         ready = [n for n in self.todo if not KNOWN[n].learns or self.fits.path(n)]
         some = ready or self.todo
         return [n for n in some if KNOWN[n].engine == KNOWN[some[0]].engine]
@@ -170,7 +195,10 @@ class Run:
     def all(self) -> None:
         """Engine after engine."""
         if not self.args.calibration.exists():
-            reason = f"no calibration {self.args.calibration.name}: kv_codecs.py --calibrate-only makes it"
+            reason = (
+                f"no calibration {self.args.calibration.name}: kv_codecs.py --calibrate-only"
+                " makes it"
+            )
             for name in [n for n in self.todo if KNOWN[n].learns]:
                 self.done(name, {"status": "not measured", "reasons": [reason]})
         late = []
@@ -210,7 +238,10 @@ class Run:
                     continue
                 # The first row of an engine has waited for it.
                 took, began = round(time.monotonic() - began, 1), time.monotonic()
-                self.done(found.pop("row"), {**facts, **found, "took_s": took, "earlier_failures": failures})
+                self.done(
+                    found.pop("row"),
+                    {**facts, **found, "took_s": took, "earlier_failures": failures},
+                )
                 wrote = True
             self.log(f"{group[0]}-{engine.runner}", child.errors)
             if wrote or self.left <= 0:
@@ -226,7 +257,9 @@ class Run:
         rows = []
         for name in group:
             known = KNOWN[name]
-            codec = {"codec": known.codec or self.args.codec, "mode": known.mode} if known.mode else {}
+            codec = (
+                {"codec": known.codec or self.args.codec, "mode": known.mode} if known.mode else {}
+            )
             rows.append({"name": name, "fitted": self.fits.path(name), **codec})
         return {
             "model": self.args.model,
@@ -249,11 +282,15 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--codec", default="hadamard(bits=4)")
-    parser.add_argument("--configurations", default=",".join(CONFIGURATIONS), help=f"of {', '.join(KNOWN)}")
+    parser.add_argument(
+        "--configurations", default=",".join(CONFIGURATIONS), help=f"of {', '.join(KNOWN)}"
+    )
     parser.add_argument("--calibration", type=Path, help="of the codecs that learn")
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--length", type=int, default=1024)
@@ -261,12 +298,18 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=8.0, help="seconds for the repeats of one measurement")
-    parser.add_argument("--quiet", type=float, default=150.0, help="seconds without a row that end an engine")
+    parser.add_argument(
+        "--limit", type=float, default=8.0, help="seconds for the repeats of one measurement"
+    )
+    parser.add_argument(
+        "--quiet", type=float, default=150.0, help="seconds without a row that end an engine"
+    )
     parser.add_argument("--cache-gib", type=float, default=6.0)
     parser.add_argument("--step-tokens", type=int, default=32768)
     parser.add_argument("--minutes", type=float, default=6.0)
-    parser.add_argument("--again", action="store_true", help="measure what is in the file already too")
+    parser.add_argument(
+        "--again", action="store_true", help="measure what is in the file already too"
+    )
     parser.add_argument("--logs", type=Path, help="folder for what engines said")
     parser.add_argument("--out", type=Path, default=Path("kv_vllm_overhead.jsonl"))
     args = parser.parse_args()

@@ -1,12 +1,14 @@
 """assay and llama.cpp's own `llama-perplexity --kl-divergence` on the same GGUF pairs and windows.
 
     bash benchmarks/build_llama_cpp.sh && bash benchmarks/build_llama_cpp_python.sh
-    PYTHONPATH=CACHE/llama-cpp-python python benchmarks/llama_perplexity_agreement.py --text WIKI_TEST [--windows 24]
+    PYTHONPATH=CACHE/llama-cpp-python python benchmarks/llama_perplexity_agreement.py --text
+    WIKI_TEST [--windows 24]
 
-The reference is SmolLM2 in F16, written out by llama.cpp's quantiser from the Q4_1 file; candidates are its own Q8_0 to
-Q2_K. Three ways to the same figures: llama-perplexity alone; assay with llama-perplexity's base file as the reference
-(`run:FILE`) and llama.cpp in process as the candidate; assay with llama.cpp in process on both sides (no file, whole
-vocabulary). Both programs come from one release of llama.cpp with the same flags.
+The reference is SmolLM2 in F16, written out by llama.cpp's quantiser from the Q4_1 file; candidates
+are its own Q8_0 to Q2_K. Three ways to the same figures: llama-perplexity alone; assay with
+llama-perplexity's base file as the reference (`run:FILE`) and llama.cpp in process as the
+candidate; assay with llama.cpp in process on both sides (no file, whole vocabulary). Both programs
+come from one release of llama.cpp with the same flags.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ LENGTH = 512
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--types", nargs="+", default=TYPES)
@@ -67,7 +71,9 @@ def main() -> None:
         "environment": describe(),
         "rows": rows,
     }
-    arguments.out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    arguments.out.write_text(
+        json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     arguments.out.with_suffix(".md").write_text(table(document), encoding="utf-8")
     print(table(document))
 
@@ -131,7 +137,11 @@ def ours(
             "dppl_pct": r["dppl_pct"],
             "same_top_pct": r["top1_pct"]["value"],
             "top1_pct": r["top1_pct"],
-            "median": r["kld"]["median"]["value"] if isinstance(r["kld"]["median"], dict) else r["kld"]["median"],
+            "median": (
+                r["kld"]["median"]["value"]
+                if isinstance(r["kld"]["median"], dict)
+                else r["kld"]["median"]
+            ),
             "max": r["kld"]["max"],
             "grade": r["grade"],
             "tokens": r["tokens"],
@@ -141,7 +151,9 @@ def ours(
 
 
 def agrees(theirs: dict[str, float], mine: dict[str, Any]) -> dict[str, bool]:
-    """The bounds: mean KLD within 2 % or 2e-5, mean log ratio within 2e-4, same top within 0.1 points."""
+    """The bounds: mean KLD within 2 % or 2e-5, mean log ratio within 2e-4, same top within 0.1
+    points.
+    """
     apart = abs(theirs["kld"] - mine["kld"])
     return {
         "kld": apart <= max(0.02 * theirs["kld"], 2e-5),
@@ -152,10 +164,16 @@ def agrees(theirs: dict[str, float], mine: dict[str, Any]) -> dict[str, bool]:
 
 def table(document: dict[str, Any]) -> str:
     lines = [
-        f"{document['windows']} windows of {LENGTH} tokens, second half scored ({document['tokens']:,} tokens), {document['text']}; "
-        "KL in nats, ln = mean log ratio of perplexities, top = same likeliest token.",
+        (
+            f"{document['windows']} windows of {LENGTH} tokens, second half scored"
+            f" ({document['tokens']:,} tokens), {document['text']}; KL in nats, ln = mean log ratio"
+            " of perplexities, top = same likeliest token."
+        ),
         "",
-        "| candidate | MiB | llama-perplexity: KL, ln, top | assay on its base file | assay, both in process | 95 % of KL |",
+        (
+            "| candidate | MiB | llama-perplexity: KL, ln, top | assay on its base file | assay,"
+            " both in process | 95 % of KL |"
+        ),
         "|---|---:|---|---|---|---|",
     ]
     for row in document["rows"]:
@@ -164,7 +182,10 @@ def table(document: dict[str, Any]) -> str:
             for r in (row["llama_perplexity"], row["assay_base_file"], row["assay_in_process"])
         ]
         lo, hi = row["assay_in_process"]["kld_interval"]
-        lines.append(f"| {row['type']} | {row['bytes'] / 2**20:.1f} | {' | '.join(cells)} | {lo:.5f} to {hi:.5f} |")
+        lines.append(
+            f"| {row['type']} | {row['bytes'] / 2**20:.1f} | {' | '.join(cells)} | {lo:.5f} to"
+            f" {hi:.5f} |"
+        )
     return "\n".join(lines) + "\n"
 
 

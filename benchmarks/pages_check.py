@@ -1,11 +1,13 @@
-"""The kernels of packed pages against their reference on a GPU, over shapes and settings: which are wrong.
+"""The kernels of packed pages against their reference on a GPU, over shapes and settings: which are
+wrong.
 
     python benchmarks/pages_check.py --out FILE.jsonl [--part 0/4] [--quick]
 
-One line for each case: what writes into pages (share of vectors that differ, by a code on an edge at most), what attends to them
-(root mean square of the error over that of the output, two requests of padding behind the others), what unpacks them, and writing
-and attending in one CUDA graph that is replayed. `--part i/n` takes every n-th case, to run n processes at once. Exit code 1 where
-one is wrong. It needs torch and Triton, no vLLM and no model.
+One line for each case: what writes into pages (share of vectors that differ, by a code on an edge
+at most), what attends to them (root mean square of the error over that of the output, two requests
+of padding behind the others), what unpacks them, and writing and attending in one CUDA graph that
+is replayed. `--part i/n` takes every n-th case, to run n processes at once. Exit code 1 where one
+is wrong. It needs torch and Triton, no vLLM and no model.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from typing import Any
 
 import torch
 
-from assay.lab.kv.pages import launch
-from assay.lab.kv.pages import layout as lay
+from assay_lab.kv.pages import launch
+from assay_lab.kv.pages import layout as lay
 
 MODELS = {128: (2, 6), 64: (3, 3)}
 """KV heads and query heads of each of Qwen2.5-Coder-1.5B and SmolLM2-135M, by head_dim."""
@@ -37,31 +39,55 @@ def tables_of(d: int, heads: int) -> launch.LayerTables:
 
 
 class Cache:
-    """Pages in a shuffled order with the drawn tokens of requests of given lengths, and what the pages say by the reference."""
+    """Pages in a shuffled order with the drawn tokens of requests of given lengths, and what the
+    pages say by the reference.
+    """
 
     def __init__(self, t: launch.LayerTables, lengths: list[int]) -> None:
         self.t, self.lengths = t, lengths
         per = [-(-n // 64) for n in lengths]
         order = torch.randperm(sum(per) + 3)
-        self.pages = torch.randint(0, 256, (sum(per) + 3, t.layout.heads * 64 * t.layout.slot), dtype=torch.uint8)
+        self.pages = torch.randint(
+            0, 256, (sum(per) + 3, t.layout.heads * 64 * t.layout.slot), dtype=torch.uint8
+        )
         self.table = torch.zeros(len(lengths), max(per) + 1, dtype=torch.int32)
         for i, n in enumerate(per):
             self.table[i, :n] = order[sum(per[:i]) : sum(per[:i]) + n].int()
         places = [torch.arange(n) for n in lengths]
-        self.slots = torch.cat([self.table[i, p // 64].long() * 64 + p % 64 for i, p in enumerate(places)])
+        self.slots = torch.cat(
+            [self.table[i, p // 64].long() * 64 + p % 64 for i, p in enumerate(places)]
+        )
         self.positions = torch.cat(places)
         size = (len(self.slots), t.layout.heads, t.layout.head_dim)
         r = [torch.einsum("nhe,hed->nhd", 4 * torch.randn(size), x.synthesis) for x in (t.k, t.v)]
-        self.k, self.v = ((x + mean).bfloat16().contiguous() for x, mean in zip(r, self.means(), strict=True))
-        launch.prepare(self.k, self.k, self.v, self.positions, self.pages, self.slots, self.slots, t, 1.0, requests=0)
+        self.k, self.v = (
+            (x + mean).bfloat16().contiguous() for x, mean in zip(r, self.means(), strict=True)
+        )
+        launch.prepare(
+            self.k,
+            self.k,
+            self.v,
+            self.positions,
+            self.pages,
+            self.slots,
+            self.slots,
+            t,
+            1.0,
+            requests=0,
+        )
 
     def means(self) -> list[torch.Tensor]:
         cosines = self.t.trig[self.positions]
-        return [lay.means(x, s, self.positions, cosines) for s, x in (("k", self.t.k), ("v", self.t.v))]
+        return [
+            lay.means(x, s, self.positions, cosines) for s, x in (("k", self.t.k), ("v", self.t.v))
+        ]
 
     def decoded(self) -> list[torch.Tensor]:
         parts = zip("kv", (self.t.k, self.t.v), self.means(), strict=True)
-        return [lay.read(self.pages, self.t.layout, self.slots, s, x, self.positions) + mean for s, x, mean in parts]
+        return [
+            lay.read(self.pages, self.t.layout, self.slots, s, x, self.positions) + mean
+            for s, x, mean in parts
+        ]
 
     def last(self) -> list[int]:
         """The row of each request's last token, which asks."""
@@ -73,7 +99,10 @@ class Cache:
         k, v = self.decoded()
         for i, (end, length) in enumerate(zip(self.last(), self.lengths, strict=True)):
             rows = slice(end + 1 - length, end)
-            own = [torch.cat([x[rows], exact[end : end + 1].float()]) for x, exact in ((k, self.k), (v, self.v))]
+            own = [
+                torch.cat([x[rows], exact[end : end + 1].float()])
+                for x, exact in ((k, self.k), (v, self.v))
+            ]
             found.append(lay.attend(q[i : i + 1], *own, q.shape[-1] ** -0.5))
         return torch.cat(found)
 
@@ -127,7 +156,9 @@ def decode(
             d**-0.5,
             requests=batch + 2,
         )
-        launch.attend(turned, q, *step, out, cache.pages, table, starts, lengths, cache.t, d**-0.5, **more)
+        launch.attend(
+            turned, q, *step, out, cache.pages, table, starts, lengths, cache.t, d**-0.5, **more
+        )
         return off(out, cache.attended(q))
     finally:
         launch.DECODE[d].update(usual)
@@ -141,7 +172,18 @@ def unpack(d: int, heads: int, batch: int, longest: int, **how: int) -> float:
     k, v = (torch.full(cache.k.shape, 9.0, dtype=torch.bfloat16) for _ in "kv")
     places = torch.tensor([0, *cache.lengths[:-1]]).cumsum(0).int()
     lengths = torch.tensor(cache.lengths, dtype=torch.int32)
-    launch.unpack(k, v, places, cache.pages, cache.table, lengths, cache.t, first=0, requests=batch, longest=longest)
+    launch.unpack(
+        k,
+        v,
+        places,
+        cache.pages,
+        cache.table,
+        lengths,
+        cache.t,
+        first=0,
+        requests=batch,
+        longest=longest,
+    )
     launch.UNPACK.update(usual)
     return max(off(found, wanted) for found, wanted in zip((k, v), cache.decoded(), strict=True))
 
@@ -150,14 +192,22 @@ def graph(d: int, heads: int, group: int) -> float:
     lengths = [1500, 1, 64, 65, 700, 129, 1023, 40]
     cache = Cache(tables_of(d, heads), lengths)
     q = torch.randn(8, heads * group, d).bfloat16()
-    out, starts, held = torch.zeros_like(q), torch.arange(9, dtype=torch.int32), torch.ones(8, dtype=torch.int32)
+    out, starts, held = (
+        torch.zeros_like(q),
+        torch.arange(9, dtype=torch.int32),
+        torch.ones(8, dtype=torch.int32),
+    )
     last = cache.last()
     k, v, positions, slots = cache.k[last], cache.v[last], cache.positions[last], cache.slots[last]
 
     def run() -> None:
-        turned = launch.prepare(q, k, v, positions, cache.pages, slots, starts, cache.t, d**-0.5, requests=8)
+        turned = launch.prepare(
+            q, k, v, positions, cache.pages, slots, starts, cache.t, d**-0.5, requests=8
+        )
         more = {"requests": 8, "longest": 2048}
-        launch.attend(turned, q, k, v, out, cache.pages, cache.table, starts, held, cache.t, d**-0.5, **more)
+        launch.attend(
+            turned, q, k, v, out, cache.pages, cache.table, starts, held, cache.t, d**-0.5, **more
+        )
 
     run()
     torch.cuda.synchronize()
@@ -175,7 +225,13 @@ def graph(d: int, heads: int, group: int) -> float:
 
 def cases(quick: bool) -> Iterator[tuple[Callable[..., float], dict[str, Any]]]:
     for d, (h, g) in MODELS.items():
-        for heads, batch, longest in ((h, 1, 1), (h, 9, 400), (1, 3, 77), (8, 33, 300), (h, 4, 4000)):
+        for heads, batch, longest in (
+            (h, 1, 1),
+            (h, 9, 400),
+            (1, 3, 77),
+            (8, 33, 300),
+            (h, 4, 4000),
+        ):
             yield store, {"d": d, "heads": heads, "batch": batch, "longest": longest}
         one = {"d": d, "heads": h, "group": g}
         for batch, longest, promised in (
@@ -189,7 +245,16 @@ def cases(quick: bool) -> Iterator[tuple[Callable[..., float], dict[str, Any]]]:
         for warps in (1, 2, 4, 8):
             for stages in (3, 4, 5, 6):
                 for tile in (64, 32):
-                    yield decode, middle | {"num_warps": warps, "num_stages": stages, "tile": tile, "registers": 255}
+                    yield (
+                        decode,
+                        middle
+                        | {
+                            "num_warps": warps,
+                            "num_stages": stages,
+                            "tile": tile,
+                            "registers": 255,
+                        },
+                    )
         for warps, stages in ((1, 3), (2, 4)):
             yield decode, middle | {"num_warps": warps, "num_stages": stages, "asm": False}
         for group in (1, 2, 3, 4, 5, 6, 7, 8, 16):
@@ -198,7 +263,10 @@ def cases(quick: bool) -> Iterator[tuple[Callable[..., float], dict[str, Any]]]:
         for waves in (1, 2, 16, 64):
             yield decode, one | {"batch": 5, "longest": 3000, "waves": waves, "dtype": "float16"}
         for warps, tile in ((4, 32), (8, 32), (4, 64), (8, 64), (4, 16), (2, 32)):
-            yield unpack, {"d": d, "heads": h, "batch": 9, "longest": 700, "num_warps": warps, "tile": tile}
+            yield (
+                unpack,
+                {"d": d, "heads": h, "batch": 9, "longest": 700, "num_warps": warps, "tile": tile},
+            )
         for heads, batch, longest in ((h, 2, 9000), (h, 1, 1), (8, 3, 500)):
             yield unpack, {"d": d, "heads": heads, "batch": batch, "longest": longest}
 
@@ -207,12 +275,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("pages_check.jsonl"))
     parser.add_argument("--part", default="0/1")
-    parser.add_argument("--quick", action="store_true", help="the settings that are used, for two models")
+    parser.add_argument(
+        "--quick", action="store_true", help="the settings that are used, for two models"
+    )
     arguments = parser.parse_args()
     torch.set_default_device("cuda")
     part, parts = map(int, arguments.part.split("/"))
     wrong = 0
-    facts = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": launch.triton.__version__}
+    facts = {
+        "gpu": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "triton": launch.triton.__version__,
+    }
     for number, (what, case) in enumerate(cases(arguments.quick)):
         if number % parts != part:
             continue

@@ -1,14 +1,17 @@
-"""Packed pages in vLLM on a GPU: cache tokens, decode and prefill beside bf16 and fp8, with CUDA graphs; and the kernel alone.
+"""Packed pages in vLLM on a GPU: cache tokens, decode and prefill beside bf16 and fp8, with CUDA
+graphs; and the kernel alone.
 
     python benchmarks/pages_speed.py engine MODEL --kind pages --calibration FILE --out FILE.jsonl
     python benchmarks/pages_speed.py kernel --out FILE.jsonl
     python benchmarks/pages_speed.py table --out FILE.jsonl
 
-Run it with a Python that has vLLM, torch and assay in its path. *engine* starts one vLLM as its server does by default
-(compiled, CUDA graphs) and times batches of random prompts of one length: *prefill* until every request has its first token, in
-prompt tokens a second; *decode* from there to the end, while all requests run, in new tokens a second. Each case is repeated and
-the best and the median are kept. *kernel* times one layer's decode attention over random pages beside FlashAttention over bf16
-ones, and says what share of the HBM's bandwidth the bytes read are; `benchmarks/pages_check.py` says whether it is right.
+Run it with a Python that has vLLM, torch and assay in its path. *engine* starts one vLLM as its
+server does by default (compiled, CUDA graphs) and times batches of random prompts of one length:
+*prefill* until every request has its first token, in prompt tokens a second; *decode* from there to
+the end, while all requests run, in new tokens a second. Each case is repeated and the best and the
+median are kept. *kernel* times one layer's decode attention over random pages beside FlashAttention
+over bf16 ones, and says what share of the HBM's bandwidth the bytes read are;
+`benchmarks/pages_check.py` says whether it is right.
 """
 
 from __future__ import annotations
@@ -37,14 +40,24 @@ def main() -> None:
     parser.add_argument("--contexts", default="4096,16384")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--memory", type=float, default=40.0, help="GiB of KV cache; 0: what vLLM finds")
-    parser.add_argument("--share", type=float, default=0.35, help="share of the GPU that must be free")
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--tune", action="store_true", help="kernel: try tile sizes, warps and stages")
     parser.add_argument(
-        "--settings", default="{}", help="JSON or its file: what launch.DECODE shall be by head_dim, PREPARE, …"
+        "--memory", type=float, default=40.0, help="GiB of KV cache; 0: what vLLM finds"
     )
-    parser.add_argument("--parts", action="store_true", help="kernel: what is beside attention, alone")
+    parser.add_argument(
+        "--share", type=float, default=0.35, help="share of the GPU that must be free"
+    )
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument(
+        "--tune", action="store_true", help="kernel: try tile sizes, warps and stages"
+    )
+    parser.add_argument(
+        "--settings",
+        default="{}",
+        help="JSON or its file: what launch.DECODE shall be by head_dim, PREPARE, …",
+    )
+    parser.add_argument(
+        "--parts", action="store_true", help="kernel: what is beside attention, alone"
+    )
     parser.add_argument("--head-dim", type=int, default=0, help="kernel: 64 or 128 alone")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--out", type=Path, default=Path("pages_speed.jsonl"))
@@ -61,7 +74,7 @@ def keep(arguments: argparse.Namespace, row: dict[str, Any]) -> None:
 
 def _use(arguments: argparse.Namespace) -> None:
     """The settings of kernels that were asked for."""
-    from assay.lab.kv.pages import launch
+    from assay_lab.kv.pages import launch
 
     text = arguments.settings
     for name, how in json.loads(Path(text).read_text() if text.endswith(".json") else text).items():
@@ -84,8 +97,13 @@ def engine(arguments: argparse.Namespace) -> None:
         _use(arguments)
         more = pages(arguments.calibration, arguments.model)
     longest = max(contexts) + arguments.new + max(batches) * max(contexts) // 8192 + 8
-    if longest > json.loads((Path(arguments.model) / "config.json").read_text())["max_position_embeddings"]:
-        more["hf_overrides"] = {"max_position_embeddings": 32768}  # for speed alone: such a text is beyond the model
+    if (
+        longest
+        > json.loads((Path(arguments.model) / "config.json").read_text())["max_position_embeddings"]
+    ):
+        more["hf_overrides"] = {
+            "max_position_embeddings": 32768
+        }  # for speed alone: such a text is beyond the model
     if arguments.memory:
         more["kv_cache_memory_bytes"] = int(arguments.memory * 2**30)
     began = time.monotonic()
@@ -94,11 +112,19 @@ def engine(arguments: argparse.Namespace) -> None:
     if held:
         fcntl.flock(held, fcntl.LOCK_EX)
     llm = LLM(
-        arguments.model, max_model_len=longest, max_num_seqs=max(batches), gpu_memory_utilization=arguments.share,
-        enable_prefix_caching=False, enforce_eager=arguments.eager, disable_log_stats=True, seed=0,
-        compilation_config=None if arguments.eager else {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *batches})},
+        arguments.model,
+        max_model_len=longest,
+        max_num_seqs=max(batches),
+        gpu_memory_utilization=arguments.share,
+        enable_prefix_caching=False,
+        enforce_eager=arguments.eager,
+        disable_log_stats=True,
+        seed=0,
+        compilation_config=(
+            None if arguments.eager else {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *batches})}
+        ),
         **more,
-    )  # fmt: skip
+    )
     if held:
         held.close()
     cache = llm.llm_engine.vllm_config.cache_config
@@ -107,19 +133,30 @@ def engine(arguments: argparse.Namespace) -> None:
     import vllm
 
     facts = {
-        "model": Path(arguments.model).name, "kind": arguments.kind, "start_s": round(time.monotonic() - began, 1),
-        "cache_tokens": cache.num_gpu_blocks * cache.block_size, "cache_gib": arguments.memory, "block": cache.block_size,
-        "vllm": vllm.__version__, "torch": torch.__version__, "gpu": torch.cuda.get_device_name(0), "eager": arguments.eager,
+        "model": Path(arguments.model).name,
+        "kind": arguments.kind,
+        "start_s": round(time.monotonic() - began, 1),
+        "cache_tokens": cache.num_gpu_blocks * cache.block_size,
+        "cache_gib": arguments.memory,
+        "block": cache.block_size,
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(0),
+        "eager": arguments.eager,
         "weights": sum(f.stat().st_size for f in Path(arguments.model).glob("*.safetensors")),
-    }  # fmt: skip
+    }
     keep(arguments, {"row": "start", **facts})
     words = config.get_vocab_size()
     _one(llm, words, 2, max(contexts), 4, 0)  # what is compiled at its first use
-    turn = os.environ.get("TURN_LOCK")  # engines that share a GPU are timed one after the other, when all have started
+    turn = os.environ.get(
+        "TURN_LOCK"
+    )  # engines that share a GPU are timed one after the other, when all have started
     if turn:
         Path(f"{turn}.{os.getpid()}").touch()
         began = time.monotonic()
-        while len(list(Path(turn).parent.glob(f"{Path(turn).name}.*"))) < int(os.environ.get("TURN_ENGINES", "1")):
+        while len(list(Path(turn).parent.glob(f"{Path(turn).name}.*"))) < int(
+            os.environ.get("TURN_ENGINES", "1")
+        ):
             if time.monotonic() > began + 150:
                 break
             time.sleep(0.5)
@@ -128,18 +165,36 @@ def engine(arguments: argparse.Namespace) -> None:
         _one(llm, words, 2, max(contexts), 4, 1)
     for context in contexts:
         for batch in sorted(batches, reverse=True):
-            if batch * (context + arguments.new) > facts["cache_tokens"] or time.monotonic() > arguments.ends:
+            if (
+                batch * (context + arguments.new) > facts["cache_tokens"]
+                or time.monotonic() > arguments.ends
+            ):
                 continue
             repeats = arguments.repeats if batch * context < 500_000 else 1
             found = [_one(llm, words, batch, context, arguments.new, i) for i in range(repeats)]
             best = {name: max(f[name] for f in found) for name in found[0]}
-            median = {f"{name}_median": statistics.median(f[name] for f in found) for name in found[0]}
-            keep(arguments, {"row": "speed", **facts, "batch": batch, "context": context, "new": arguments.new,
-                             "repeats": repeats, **best, **median})  # fmt: skip
+            median = {
+                f"{name}_median": statistics.median(f[name] for f in found) for name in found[0]
+            }
+            keep(
+                arguments,
+                {
+                    "row": "speed",
+                    **facts,
+                    "batch": batch,
+                    "context": context,
+                    "new": arguments.new,
+                    "repeats": repeats,
+                    **best,
+                    **median,
+                },
+            )
 
 
 def _one(llm: Any, words: int, batch: int, context: int, new: int, number: int) -> dict[str, float]:
-    """Prompt tokens a second until all have begun, and new tokens a second while all requests run, and milliseconds a step."""
+    """Prompt tokens a second until all have begun, and new tokens a second while all requests run,
+    and milliseconds a step.
+    """
     import numpy as np
     from vllm import SamplingParams
 
@@ -147,7 +202,9 @@ def _one(llm: Any, words: int, batch: int, context: int, new: int, number: int) 
     engine = llm.llm_engine
     counts: dict[str, int] = {}
     # The first requests are ahead of the last by what they generate while those are read.
-    asked = SamplingParams(temperature=0.0, max_tokens=new + batch * context // 8192, ignore_eos=True, detokenize=False)
+    asked = SamplingParams(
+        temperature=0.0, max_tokens=new + batch * context // 8192, ignore_eos=True, detokenize=False
+    )
     for i in range(batch):
         prompt = {"prompt_token_ids": drawn.integers(100, min(words, 40_000), context).tolist()}
         engine.add_request(f"{number}-{batch}-{context}-{i}", prompt, asked)
@@ -171,16 +228,20 @@ def _one(llm: Any, words: int, batch: int, context: int, new: int, number: int) 
 SIZES = {128: (2, 6), 64: (3, 3)}
 """KV heads and query heads of each of Qwen2.5-Coder-1.5B and SmolLM2-135M, by head_dim."""
 COLD = 192 * 2**20
-"""Bytes of cache that are read in turn, so that none is in the GPU's own cache: that of an H200 has 50 MiB."""
+"""Bytes of cache that are read in turn, so that none is in the GPU's own cache: that of an H200 has
+50 MiB.
+"""
 
 
 def kernel(arguments: argparse.Namespace) -> None:
-    """One layer: what a decoded token takes, its parts, and with --tune which settings are the best for all cases together."""
+    """One layer: what a decoded token takes, its parts, and with --tune which settings are the best
+    for all cases together.
+    """
     import torch
     from triton.testing import do_bench_cudagraph
 
-    from assay.lab.kv.pages import launch
-    from assay.lab.kv.pages.layout import layout_of, trigonometry
+    from assay_lab.kv.pages import launch
+    from assay_lab.kv.pages.layout import layout_of, trigonometry
 
     _use(arguments)
     for d, (heads, group) in SIZES.items():
@@ -193,20 +254,46 @@ def kernel(arguments: argparse.Namespace) -> None:
         usual = dict(launch.DECODE[d])
         tries = [usual]
         if arguments.tune:
-            shapes = [(1, 64, 3, 168), (1, 64, 4, 168), (1, 64, 5, 168), (1, 64, 4, 128), (1, 64, 4, 255), (2, 64, 3, 255), (2, 64, 4, 255),
-                      (2, 64, 4, 128), (4, 64, 3, 255), (4, 64, 4, 255), (1, 32, 5, 128)]  # fmt: skip
+            shapes = [
+                (1, 64, 3, 168),
+                (1, 64, 4, 168),
+                (1, 64, 5, 168),
+                (1, 64, 4, 128),
+                (1, 64, 4, 255),
+                (2, 64, 3, 255),
+                (2, 64, 4, 255),
+                (2, 64, 4, 128),
+                (4, 64, 3, 255),
+                (4, 64, 4, 255),
+                (1, 32, 5, 128),
+            ]
             tries = [
-                {"num_warps": w, "tile": tile, "num_stages": n, "registers": r, "waves": waves} for w, tile, n, r in shapes for waves in (4, 8, 16, 2)
-            ]  # fmt: skip
-            tries += [{"num_warps": w, "tile": 64, "num_stages": 4, "registers": r, "waves": waves, "most": most}
-                      for w, r in ((1, 168), (2, 255)) for waves, most in ((8, 128), (16, 128), (8, 32))]  # fmt: skip
+                {"num_warps": w, "tile": tile, "num_stages": n, "registers": r, "waves": waves}
+                for w, tile, n, r in shapes
+                for waves in (4, 8, 16, 2)
+            ]
+            tries += [
+                {
+                    "num_warps": w,
+                    "tile": 64,
+                    "num_stages": 4,
+                    "registers": r,
+                    "waves": waves,
+                    "most": most,
+                }
+                for w, r in ((1, 168), (2, 255))
+                for waves, most in ((8, 128), (16, 128), (8, 32))
+            ]
             tries = [{"most": 64, **one} for one in tries]
         cases = ((64, 16384), (8, 4096), (8, 16384), (64, 4096), (1, 16384), (1, 4096))
         for batch, context in () if arguments.parts else cases:
             count = batch * (-(-context // 64))
             layers = max(2, min(24, COLD // (count * heads * 64 * layout.slot)))
-            # Codes and gains of ordinary size: bits drawn at random would be gains of all sizes, and NaN.
-            one = torch.randint(0, 256, (count, heads, 64 * layout.slot), dtype=torch.uint8, device="cuda")
+            # Codes and gains of ordinary size: bits drawn at random would be gains of all sizes,
+            # and NaN.
+            one = torch.randint(
+                0, 256, (count, heads, 64 * layout.slot), dtype=torch.uint8, device="cuda"
+            )
             gains = torch.full((2 * 64,), 1.0, dtype=torch.float16, device="cuda").view(torch.uint8)
             at = layout.offsets()["gk"]
             one[:, :, at : at + gains.numel()] = gains
@@ -222,7 +309,16 @@ def kernel(arguments: argparse.Namespace) -> None:
             held: dict[str, Any] = {}
 
             def write(
-                pages=pages, q=q, k=k, v=v, positions=positions, slots=slots, starts=starts, held=held, batch=batch, d=d
+                pages=pages,
+                q=q,
+                k=k,
+                v=v,
+                positions=positions,
+                slots=slots,
+                starts=starts,
+                held=held,
+                batch=batch,
+                d=d,
             ) -> None:
                 for one in pages:
                     held["turned"] = launch.prepare(
@@ -262,7 +358,9 @@ def kernel(arguments: argparse.Namespace) -> None:
             def both(pages=pages, q=q, k=k, v=v, table=table, starts=starts, lengths=lengths, out=out, held=held, batch=batch, d=d,
                      positions=positions, slots=slots) -> None:  # fmt: skip
                 for one in pages:
-                    turned = launch.prepare(q, k, v, positions, one, slots, starts, held["t"], d**-0.5, requests=batch)
+                    turned = launch.prepare(
+                        q, k, v, positions, one, slots, starts, held["t"], d**-0.5, requests=batch
+                    )
                     launch.attend(
                         turned,
                         q,
@@ -290,7 +388,8 @@ def kernel(arguments: argparse.Namespace) -> None:
                 try:
                     write()
                     read()
-                    torch.cuda.synchronize()  # graphs are recorded and played on a stream of their own
+                    # graphs are recorded and played on a stream of their own
+                    torch.cuda.synchronize()
                     ms = do_bench_cudagraph(read, rep=12) / layers
                 except Exception as error:  # a setting that needs more shared memory than there is
                     print(settings, str(error)[:200], flush=True)
@@ -306,9 +405,25 @@ def kernel(arguments: argparse.Namespace) -> None:
                 bytes_read = batch * context * heads * layout.slot
                 more = {"write_ms": do_bench_cudagraph(write) / layers}
                 more["both_ms"] = do_bench_cudagraph(both) / layers
-                keep(arguments, {"row": "kernel", "d": d, "heads": heads, "group": group, "batch": batch, "context": context, **best,
-                                 **more, "times": times, "flash_ms": flash, "share_of_hbm": bytes_read / (best["ms"] / 1e3) / HBM,
-                                 "flash_share": 4 * d * heads * batch * context / (flash / 1e3) / HBM if flash else None})  # fmt: skip
+                keep(
+                    arguments,
+                    {
+                        "row": "kernel",
+                        "d": d,
+                        "heads": heads,
+                        "group": group,
+                        "batch": batch,
+                        "context": context,
+                        **best,
+                        **more,
+                        "times": times,
+                        "flash_ms": flash,
+                        "share_of_hbm": bytes_read / (best["ms"] / 1e3) / HBM,
+                        "flash_share": (
+                            4 * d * heads * batch * context / (flash / 1e3) / HBM if flash else None
+                        ),
+                    },
+                )
             launch.DECODE[d].update(usual)
         t = launch.LayerTables.of(layout, *(t.to("cuda") for t in tables), trig)
         k = torch.randn(8192, heads, d, device="cuda", dtype=torch.bfloat16)
@@ -317,12 +432,23 @@ def kernel(arguments: argparse.Namespace) -> None:
         starts = torch.arange(65, device="cuda", dtype=torch.int32)
         lengths = starts[:1] + 16384
         table = torch.arange(256, device="cuda", dtype=torch.int32)[None]
-        found_k, found_v = (torch.empty(16384, heads, d, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+        found_k, found_v = (
+            torch.empty(16384, heads, d, device="cuda", dtype=torch.bfloat16) for _ in "kv"
+        )
         for name, tries in (
             ("PREPARE", [{"num_warps": w, "rows": 16} for w in (8, 4)]),
-            ("PREFILL", [{"num_warps": w, "rows": n} for w, n in ((8, 16), (4, 16), (4, 32), (8, 32), (2, 16))]),
+            (
+                "PREFILL",
+                [
+                    {"num_warps": w, "rows": n}
+                    for w, n in ((8, 16), (4, 16), (4, 32), (8, 32), (2, 16))
+                ],
+            ),
             ("COMBINE", [{"num_warps": w} for w in (4, 2, 8)]),
-            ("UNPACK", [{"num_warps": w, "tile": n} for w, n in ((4, 32), (8, 32), (8, 64), (4, 64))]),
+            (
+                "UNPACK",
+                [{"num_warps": w, "tile": n} for w, n in ((4, 32), (8, 32), (8, 64), (4, 64))],
+            ),
         ):
             of = getattr(launch, name)
             usual = dict(of)
@@ -340,24 +466,56 @@ def kernel(arguments: argparse.Namespace) -> None:
 
 
 def _part(name: str, given: tuple[Any, ...], found: tuple[Any, Any]) -> dict[str, float]:
-    """Milliseconds of one kernel (COMBINE: with attention to 256 tokens), by the tokens or requests that it is given."""
+    """Milliseconds of one kernel (COMBINE: with attention to 256 tokens), by the tokens or requests
+    that it is given.
+    """
     import torch
     from triton.testing import do_bench_cudagraph
 
-    from assay.lab.kv.pages import launch
+    from assay_lab.kv.pages import launch
 
     q, k, pages, table, starts, lengths, t = given
     row: dict[str, float] = {}
-    for n in {"PREPARE": (1, 8, 64), "PREFILL": (8192,), "COMBINE": (1, 8, 64), "UNPACK": (16384,)}[name]:
-        few, at, requests = (q[:n], k[:n], k[:n]), torch.arange(n, device="cuda"), n if n <= 64 else 0
+    for n in {"PREPARE": (1, 8, 64), "PREFILL": (8192,), "COMBINE": (1, 8, 64), "UNPACK": (16384,)}[
+        name
+    ]:
+        few, at, requests = (
+            (q[:n], k[:n], k[:n]),
+            torch.arange(n, device="cuda"),
+            n if n <= 64 else 0,
+        )
         ahead = partial(launch.prepare, *few, at, pages, at, starts, t, 1.0, requests=requests)
         if name == "UNPACK":
-            ahead = partial(launch.unpack, *found, starts, pages, table, lengths, t, first=0, requests=1, longest=n)
-        elif name == "COMBINE":
-            of = table.expand(64, -1)[:n].contiguous(), starts, lengths.expand(64).contiguous() // 64, t
             ahead = partial(
-                launch.attend, ahead(), *few, torch.empty_like(few[0]), pages, *of, 1.0, requests=n, longest=16384
-            )  # fmt: skip
+                launch.unpack,
+                *found,
+                starts,
+                pages,
+                table,
+                lengths,
+                t,
+                first=0,
+                requests=1,
+                longest=n,
+            )
+        elif name == "COMBINE":
+            of = (
+                table.expand(64, -1)[:n].contiguous(),
+                starts,
+                lengths.expand(64).contiguous() // 64,
+                t,
+            )
+            ahead = partial(
+                launch.attend,
+                ahead(),
+                *few,
+                torch.empty_like(few[0]),
+                pages,
+                *of,
+                1.0,
+                requests=n,
+                longest=16384,
+            )
         torch.cuda.synchronize()  # graphs are recorded and played on a stream of their own
         row[str(n)] = do_bench_cudagraph(ahead)
     return row
@@ -373,7 +531,10 @@ def _flash_time(batch: int, context: int, heads: int, group: int, d: int) -> flo
 
         count = batch * context // 16
         layers = max(2, min(24, COLD // (count * 16 * heads * 4 * d)))
-        caches = [torch.zeros(2, count, 16, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
+        caches = [
+            torch.zeros(2, count, 16, heads, d, device="cuda", dtype=torch.bfloat16)
+            for _ in range(layers)
+        ]
         table = torch.randperm(count, device="cuda").int().view(batch, -1)
         q = torch.randn(batch, heads * group, d, device="cuda", dtype=torch.bfloat16)
         starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
@@ -383,8 +544,18 @@ def _flash_time(batch: int, context: int, heads: int, group: int, d: int) -> flo
         def run() -> None:
             for cache in caches:
                 fa_utils.flash_attn_varlen_func(
-                    q=q, k=cache[0], v=cache[1], cu_seqlens_q=starts, max_seqlen_q=1, seqused_k=lengths, max_seqlen_k=context,
-                    softmax_scale=d**-0.5, causal=True, block_table=table, fa_version=version)  # fmt: skip
+                    q=q,
+                    k=cache[0],
+                    v=cache[1],
+                    cu_seqlens_q=starts,
+                    max_seqlen_q=1,
+                    seqused_k=lengths,
+                    max_seqlen_k=context,
+                    softmax_scale=d**-0.5,
+                    causal=True,
+                    block_table=table,
+                    fa_version=version,
+                )
 
         return float(do_bench_cudagraph(run)) / layers
     except Exception as error:
@@ -393,24 +564,34 @@ def _flash_time(batch: int, context: int, heads: int, group: int, d: int) -> flo
 
 
 def table(arguments: argparse.Namespace) -> None:
-    """What was measured as Markdown: speeds over those of bf16, and bytes moved for a token over what the HBM gives.
+    """What was measured as Markdown: speeds over those of bf16, and bytes moved for a token over
+    what the HBM gives.
 
-    A decoded token moves the weights once a step, shared by the batch, and the cache of its request.
+    A decoded token moves the weights once a step, shared by the batch, and the cache of its
+    request.
     """
     rows = [json.loads(line) for line in arguments.out.read_text(encoding="utf-8").splitlines()]
-    found = {(r["model"], r["kind"], r["batch"], r["context"]): r for r in rows if r["row"] == "speed"}
+    found = {
+        (r["model"], r["kind"], r["batch"], r["context"]): r for r in rows if r["row"] == "speed"
+    }
     print(
-        "| model | context | batch | cache | cache tokens | decode, tokens/s | over bf16 | bytes a token | of HBM | prefill, tokens/s | over bf16 |"
+        "| model | context | batch | cache | cache tokens | decode, tokens/s | over bf16 | bytes a"
+        " token | of HBM | prefill, tokens/s | over bf16 |"
     )
     print("|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|")
     for (model, kind, batch, context), r in sorted(
         found.items(), key=lambda item: (item[0][0], item[0][3], item[0][2], item[0][1])
     ):
         base = found.get((model, "bf16", batch, context))
-        moved = r["weights"] / batch + r["cache_gib"] * 2**30 / r["cache_tokens"] * (context + r["new"] / 2)
+        moved = r["weights"] / batch + r["cache_gib"] * 2**30 / r["cache_tokens"] * (
+            context + r["new"] / 2
+        )
         over = [f"{r[name] / base[name]:.2f}×" if base else "–" for name in ("decode", "prefill")]
-        print(f"| {model} | {context:,} | {batch} | {kind} | {r['cache_tokens']:,} | {r['decode']:,.0f} | {over[0]} | {moved / 2**20:,.0f} MiB "
-              f"| {100 * moved * r['decode'] / HBM:.0f} % | {r['prefill']:,.0f} | {over[1]} |")  # fmt: skip
+        print(
+            f"| {model} | {context:,} | {batch} | {kind} | {r['cache_tokens']:,} |"
+            f" {r['decode']:,.0f} | {over[0]} | {moved / 2**20:,.0f} MiB |"
+            f" {100 * moved * r['decode'] / HBM:.0f} % | {r['prefill']:,.0f} | {over[1]} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""Tensor parallelism in `vllm:`: the same statistics as one rank gives, and windows scored a second against plain prefill.
+"""Tensor parallelism in `vllm:`: the same statistics as one rank gives, and windows scored a second
+against plain prefill.
 
-    python benchmarks/parallel.py --routine
-    python benchmarks/parallel.py MODEL [--tensor 1 2] [--pipeline 1] [--out benchmarks/results/parallel_cpu.json]
+    python benchmarks/parallel.py --routine python benchmarks/parallel.py MODEL [--tensor 1 2]
+    [--pipeline 1] [--out benchmarks/results/parallel_cpu.json]
 
-Every layout scores the same windows against one stored reference: the states of one rank with a little noise, so that no
-difference is zero. `exact` is how far the statistics of a layout are from those of one rank: `largest` over tokens, and
-the means of both. `speed` has windows a second of scoring and of plain prefill (vLLM's own `generate` of one token), in
-turns, as medians of the rounds with the range; their ratio is what scoring costs.
-`memory_of_ranks` has the bytes of output heads that each rank holds (the engine's and the reference's) and its peak.
-What is measured is kept as it comes.
+Every layout scores the same windows against one stored reference: the states of one rank with a
+little noise, so that no difference is zero. `exact` is how far the statistics of a layout are from
+those of one rank: `largest` over tokens, and the means of both. `speed` has windows a second of
+scoring and of plain prefill (vLLM's own `generate` of one token), in turns, as medians of the
+rounds with the range; their ratio is what scoring costs. `memory_of_ranks` has the bytes of output
+heads that each rank holds (the engine's and the reference's) and its peak. What is measured is kept
+as it comes.
 
-`--routine` needs no model and no vLLM: two processes over gloo take the statistics of random heads of 151,936 entries, each with
-half of the rows, and what they give is held against float64 of the whole vocabulary, as is what one process gives.
+`--routine` needs no model and no vLLM: two processes over gloo take the statistics of random heads
+of 151,936 entries, each with half of the rows, and what they give is held against float64 of the
+whole vocabulary, as is what one process gives.
 """
 
 from __future__ import annotations
@@ -47,10 +50,16 @@ def windows_of(engine: VllmScorer, count: int, length: int) -> list[Window]:
     return [Window(i, tuple(ids[i * length : (i + 1) * length])) for i in range(count)]
 
 
-def score(engine: VllmScorer, reference: list[StateRows], batch: int) -> dict[str, np.ndarray[Any, Any]]:
+def score(
+    engine: VllmScorer, reference: list[StateRows], batch: int
+) -> dict[str, np.ndarray[Any, Any]]:
     windows = [row.window for row in reference]
-    found = [v for _, v in engine.reduce_windows(windows, iter(reference), ScoreJob(batch=batch), TARGET)]
-    return {name: torch.cat([values[name] for values in found]).double().numpy() for name in found[0]}
+    found = [
+        v for _, v in engine.reduce_windows(windows, iter(reference), ScoreJob(batch=batch), TARGET)
+    ]
+    return {
+        name: torch.cat([values[name] for values in found]).double().numpy() for name in found[0]
+    }
 
 
 def seconds(call: Any) -> float:
@@ -59,7 +68,9 @@ def seconds(call: Any) -> float:
     return time.perf_counter() - begun
 
 
-def measure(engine: VllmScorer, reference: list[StateRows], rounds: int) -> tuple[dict[str, Any], Any]:
+def measure(
+    engine: VllmScorer, reference: list[StateRows], rounds: int
+) -> tuple[dict[str, Any], Any]:
     """Speed of a layout, and its statistics; the first round of each is not timed."""
     prompts = [row.window.tokens[:-1] for row in reference]
     found = score(engine, reference, len(reference))
@@ -73,7 +84,10 @@ def measure(engine: VllmScorer, reference: list[StateRows], rounds: int) -> tupl
         for name, values in (("scored_windows_per_s", scored), ("prefill_windows_per_s", plain))
     }
     ratios = [a / b for a, b in zip(scored, plain, strict=True)]
-    return {**figures, "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}}, found
+    return {
+        **figures,
+        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+    }, found
 
 
 VOCAB, WIDTH, TOKENS, RANKS = 151_936, 128, 64, 2
@@ -95,10 +109,15 @@ def routine_rank(rank: int, ranks: int, folder: str) -> None:
     heads, states, tokens = routine_case()
     each, sent = -(-VOCAB // ranks), 0
     lo, hi = rank * each, min(VOCAB, (rank + 1) * each)
-    sides = [StateRows(Window(0, tokens), 1, s, Head(h[lo:hi])) for h, s in zip(heads, states, strict=True)]
+    sides = [
+        StateRows(Window(0, tokens), 1, s, Head(h[lo:hi]))
+        for h, s in zip(heads, states, strict=True)
+    ]
     shards: tuple[VocabularyShard, ...] = ()
     if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks
+        )
 
         def gather(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal sent
@@ -116,14 +135,20 @@ def routine_rank(rank: int, ranks: int, folder: str) -> None:
 
 
 def routine() -> dict[str, Any]:
-    """How far one process and two are from float64 of the whole vocabulary: the largest difference of each statistic."""
+    """How far one process and two are from float64 of the whole vocabulary: the largest difference
+    of each statistic.
+    """
     heads, states, tokens = routine_case()
     p, q = ((s.double() @ h.double().T).log_softmax(-1) for h, s in zip(heads, states, strict=True))
     gold = torch.tensor(tokens[1:])[:, None]
     exact = {
-        "nll_ref": -p.gather(1, gold)[:, 0], "nll_cand": -q.gather(1, gold)[:, 0], "tv": (p.exp() - q.exp()).abs().sum(-1) / 2,
-        "kl": (p.exp() * (p - q)).sum(-1), "kl_rev": (q.exp() * (q - p)).sum(-1), "top1": p.argmax(-1) == q.argmax(-1),
-    }  # fmt: skip
+        "nll_ref": -p.gather(1, gold)[:, 0],
+        "nll_cand": -q.gather(1, gold)[:, 0],
+        "tv": (p.exp() - q.exp()).abs().sum(-1) / 2,
+        "kl": (p.exp() * (p - q)).sum(-1),
+        "kl_rev": (q.exp() * (q - p)).sum(-1),
+        "top1": p.argmax(-1) == q.argmax(-1),
+    }
     found: dict[str, Any] = {
         "vocabulary": VOCAB,
         "width": WIDTH,
@@ -134,11 +159,15 @@ def routine() -> dict[str, Any]:
         for ranks in (1, RANKS):
             processes.spawn(routine_rank, (ranks, folder), nprocs=ranks)
             values, sent, _ = torch.load(f"{folder}/{ranks}-0")
-            apart = {n: float((values[n].double() - e.double()).abs().max()) for n, e in exact.items()}
+            apart = {
+                n: float((values[n].double() - e.double()).abs().max()) for n, e in exact.items()
+            }
             seconds_ = [torch.load(f"{folder}/{ranks}-{rank}")[2] for rank in range(ranks)]
             found[f"ranks {ranks}"] = {
-                "largest_from_float64": apart, "bytes_a_token_and_rank": sent / TOKENS, "cpu_seconds_of_ranks": seconds_,
-            }  # fmt: skip
+                "largest_from_float64": apart,
+                "bytes_a_token_and_rank": sent / TOKENS,
+                "cpu_seconds_of_ranks": seconds_,
+            }
     return found
 
 
@@ -152,8 +181,12 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=6)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--options", default="", help="more options of vllm:, such as &kv_cache_gib=0.5")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "parallel_cpu.json")
+    parser.add_argument(
+        "--options", default="", help="more options of vllm:, such as &kv_cache_gib=0.5"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "parallel_cpu.json"
+    )
     a = parser.parse_args()
     results = json.loads(a.out.read_text(encoding="utf-8")) if a.out.exists() else {"layouts": {}}
     if a.routine:
@@ -169,11 +202,11 @@ def main() -> None:
         name = f"tensor {tensor}, pipeline {stages}"
         if name in results["layouts"] and (tensor, stages) != (1, 1):
             continue
-        options = (
-            f"dtype={a.dtype}&max_model_len={a.length + 2}&max_num_batched_tokens={a.windows * a.length}{a.options}"
-        )
+        options = f"dtype={a.dtype}&max_model_len={a.length + 2}&max_num_batched_tokens={a.windows * a.length}{a.options}"
         begun = time.perf_counter()
-        engine = VllmScorer.load(f"vllm:{a.model}?{options}&tensor_parallel={tensor}&pipeline_parallel={stages}")
+        engine = VllmScorer.load(
+            f"vllm:{a.model}?{options}&tensor_parallel={tensor}&pipeline_parallel={stages}"
+        )
         started = time.perf_counter() - begun
         try:
             if not reference:
@@ -182,23 +215,38 @@ def main() -> None:
                 for row in engine.score_windows(windows, ScoreJob(batch=a.windows)):
                     states = row.states.cpu().float()
                     noisy = states + 0.02 * states.std() * torch.randn(states.shape, generator=rng)
-                    reference.append(StateRows(row.window, row.first, noisy.to(row.states.dtype), row.head))
+                    reference.append(
+                        StateRows(row.window, row.first, noisy.to(row.states.dtype), row.head)
+                    )
             speed, found = measure(engine, reference, a.rounds)
             facts, memory = engine.describe(), engine.core.memory()
         finally:
             engine.close()
         one = found if one is None else one
         apart = {key: float(np.nanmax(np.abs(found[key] - one[key]))) for key in found}
-        means = {key: [float(np.nanmean(one[key])), float(np.nanmean(found[key]))] for key in ("kl", "tv", "nll_cand")}
+        means = {
+            key: [float(np.nanmean(one[key])), float(np.nanmean(found[key]))]
+            for key in ("kl", "tv", "nll_cand")
+        }
         results["layouts"][name] = {
-            "start_s": started, "speed": speed, "exact": {"largest": apart, "means_of_one_and_of_this": means},
-            "kv_bytes_per_token": facts["kv_bytes_per_token"], "memory_of_ranks": memory,
-        }  # fmt: skip
+            "start_s": started,
+            "speed": speed,
+            "exact": {"largest": apart, "means_of_one_and_of_this": means},
+            "kv_bytes_per_token": facts["kv_bytes_per_token"],
+            "memory_of_ranks": memory,
+        }
         results |= {
-            "model": Path(a.model).name, "dtype": a.dtype, "windows": a.windows, "length": a.length, "rounds": a.rounds,
-            "vllm": facts["vllm"], "torch": facts["torch"], "device": facts["device"],
-            "machine": MACHINE, "load_average": os.getloadavg()[0],
-        }  # fmt: skip
+            "model": Path(a.model).name,
+            "dtype": a.dtype,
+            "windows": a.windows,
+            "length": a.length,
+            "rounds": a.rounds,
+            "vllm": facts["vllm"],
+            "torch": facts["torch"],
+            "device": facts["device"],
+            "machine": MACHINE,
+            "load_average": os.getloadavg()[0],
+        }
         write_atomically(a.out, json.dumps(results, indent=1) + "\n")
         print(name, json.dumps(results["layouts"][name]["speed"]["ratio"]), apart, flush=True)
 

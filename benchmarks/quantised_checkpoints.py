@@ -1,12 +1,14 @@
-"""Does `assay verify` stay silent on real quantised checkpoints, and speak up when they are damaged?
+"""Does `assay verify` stay silent on real quantised checkpoints, and speak up when they are
+damaged?
 
     python benchmarks/quantised_checkpoints.py [KIND...] [--fixtures]
 
-SmolLM2 is quantised by the real libraries on the CPU (`quantisers.py`), each in a virtual environment of its own below
-assay's cache (AutoRound, torchao, bitsandbytes and HQQ share one; llm-compressor's pin of compressed-tensors needs
-another; 4 GB together). Every export is verified as it is, values included, and then with one fault at a time.
-Kinds that are not named keep the results they have.
-`--fixtures` writes names, types and shapes of the exports, and what they declare, as the fixtures of the tests.
+SmolLM2 is quantised by the real libraries on the CPU (`quantisers.py`), each in a virtual
+environment of its own below assay's cache (AutoRound, torchao, bitsandbytes and HQQ share one;
+llm-compressor's pin of compressed-tensors needs another; 4 GB together). Every export is verified
+as it is, values included, and then with one fault at a time. Kinds that are not named keep the
+results they have. `--fixtures` writes names, types and shapes of the exports, and what they
+declare, as the fixtures of the tests.
 """
 
 from __future__ import annotations
@@ -66,8 +68,18 @@ def export(kind: str) -> tuple[Path, float | None]:
     if (folder / "config.json").exists():
         return folder, None
     shutil.rmtree(folder, ignore_errors=True)
-    settings = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [str(environment(kind)), str(HERE / "quantisers.py"), kind, str(build_smollm2()), str(folder)]
+    settings = os.environ | {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [
+        str(environment(kind)),
+        str(HERE / "quantisers.py"),
+        kind,
+        str(build_smollm2()),
+        str(folder),
+    ]
     start = time.perf_counter()
     log = cache_dir("logs") / f"quantise-{kind}.log"
     with log.open("w") as stream:
@@ -114,18 +126,30 @@ def examine(kind: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             damaged(folder, edit, Path(temporary))
             raised = findings(Path(temporary), serve_args=fault.serve_args)
-        hit = any(f.id == f"checkpoint.{fault.finding}" and f.severity.value == fault.severity for f in raised)
-        faults[fault.name] = {"wanted": fault.finding, "found": hit, "raised": sorted({f.id for f in raised})}
+        hit = any(
+            f.id == f"checkpoint.{fault.finding}" and f.severity.value == fault.severity
+            for f in raised
+        )
+        faults[fault.name] = {
+            "wanted": fault.finding,
+            "found": hit,
+            "raised": sorted({f.id for f in raised}),
+        }
     return {
-        "kind": kind, "method": config.get("quantization_config", {}).get("quant_method"), "tensors": len(names), "seconds": seconds,
+        "kind": kind,
+        "method": config.get("quantization_config", {}).get("quant_method"),
+        "tensors": len(names),
+        "seconds": seconds,
         "healthy_errors": [f.title for f in healthy if f.severity is Severity.ERROR],
         "healthy_warnings": [f.title for f in healthy if f.severity is Severity.WARNING],
         "faults": faults,
-    }  # fmt: skip
+    }
 
 
 def fixture(kind: str) -> dict[str, Any]:
-    """Names, types and shapes, layer by layer where they are the same, and the files that declare a quantisation."""
+    """Names, types and shapes, layer by layer where they are the same, and the files that declare a
+    quantisation.
+    """
     folder, _ = export(kind)
     tensors = open_checkpoint(str(folder)).checkpoint.tensors
     groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
@@ -136,16 +160,19 @@ def fixture(kind: str) -> dict[str, Any]:
     return {
         "config": json.loads((folder / "config.json").read_text()),
         "tensors": [
-            {"name": name, "dtype": dtype, "shape": list(shape)} | ({} if layers == [-1] else {"layers": spans(layers)})
+            {"name": name, "dtype": dtype, "shape": list(shape)}
+            | ({} if layers == [-1] else {"layers": spans(layers)})
             for (name, dtype, shape), layers in sorted(groups.items())
         ],
-    }  # fmt: skip
+    }
 
 
 def listed(export: dict[str, Any]) -> str:
     """A fixture as text with one tensor a line."""
     tensors = ",\n".join("  " + json.dumps(entry) for entry in export["tensors"])
-    return f'{{"config": {json.dumps(export["config"], indent=1)},\n "tensors": [\n{tensors}\n ]}}\n'
+    return (
+        f'{{"config": {json.dumps(export["config"], indent=1)},\n "tensors": [\n{tensors}\n ]}}\n'
+    )
 
 
 def spans(layers: list[int]) -> list[list[int]]:
@@ -162,17 +189,33 @@ def spans(layers: list[int]) -> list[list[int]]:
 def table(rows: list[dict[str, Any]]) -> str:
     names = [f.name for f in EXPORT_FAULTS]
     lines = [
-        "# Real quantised checkpoints of SmolLM2-135M-Instruct", "",
-        "`·` the fault has no meaning for this format; a number counts findings on the whole export.", "",
+        "# Real quantised checkpoints of SmolLM2-135M-Instruct",
+        "",
+        (
+            "`·` the fault has no meaning for this format; a number counts findings on the whole"
+            " export."
+        ),
+        "",
         "| export | errors on the whole | warnings | " + " | ".join(names) + " |",
         "|---" * (len(names) + 3) + "|",
-    ]  # fmt: skip
+    ]
     for row in rows:
         marks = [
-            "·" if name not in row["faults"] else "found" if row["faults"][name]["found"] else "MISSED"
+            (
+                "·"
+                if name not in row["faults"]
+                else "found"
+                if row["faults"][name]["found"]
+                else "MISSED"
+            )
             for name in names
         ]
-        cells = [row["kind"], str(len(row["healthy_errors"])), str(len(row["healthy_warnings"])), *marks]
+        cells = [
+            row["kind"],
+            str(len(row["healthy_errors"])),
+            str(len(row["healthy_warnings"])),
+            *marks,
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -2,7 +2,8 @@
 
     python quantisers.py KIND MODEL FOLDER
 
-Called by `quantised_checkpoints.py`. Everything is round-to-nearest: what counts here are the files, not the answers.
+Called by `quantised_checkpoints.py`. Everything is round-to-nearest: what counts here are the
+files, not the answers.
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ def auto_round(model: str, folder: Path, form: str, scheme: str = "W4A16", **res
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    settings = {"iters": 0, "nsamples": 4, "seqlen": 64, "disable_opt_rtn": True, "device_map": "cpu"}
+    settings = {
+        "iters": 0,
+        "nsamples": 4,
+        "seqlen": 64,
+        "disable_opt_rtn": True,
+        "device_map": "cpu",
+    }
     quantiser = AutoRound(model, tokenizer, scheme=scheme, **settings, **rest)
     quantiser.quantize_and_save(str(folder), format=form)
-    if not (folder / "config.json").exists():  # some formats are put into a folder named after model and scheme
+    if not (
+        folder / "config.json"
+    ).exists():  # some formats are put into a folder named after model and scheme
         (inner,) = (path.parent for path in folder.glob("*/config.json"))
         for file in inner.iterdir():
             file.rename(folder / file.name)
@@ -48,7 +57,8 @@ def torchao(model: str, folder: Path, recipe: str) -> None:
     recipes: dict[str, Callable[[], object]] = {
         "int8": lambda: ao.Int8WeightOnlyConfig(),
         "int4": lambda: ao.IntxWeightOnlyConfig(
-            weight_dtype=__import__("torch").int4, granularity=__import__("torchao").quantization.PerGroup(GROUP)
+            weight_dtype=__import__("torch").int4,
+            granularity=__import__("torchao").quantization.PerGroup(GROUP),
         ),
         "float8": lambda: ao.Float8WeightOnlyConfig(),
     }
@@ -77,7 +87,10 @@ def hqq(model: str, folder: Path) -> None:
     loaded.lm_head.weight = torch.nn.Parameter(loaded.lm_head.weight.detach().clone())
     loaded.config.tie_word_embeddings = False
     AutoHQQHFModel.quantize_model(
-        loaded, quant_config=BaseQuantizeConfig(nbits=4, group_size=GROUP), compute_dtype=torch.bfloat16, device="cpu"
+        loaded,
+        quant_config=BaseQuantizeConfig(nbits=4, group_size=GROUP),
+        compute_dtype=torch.bfloat16,
+        device="cpu",
     )
     AutoHQQHFModel.save_to_safetensors(loaded, str(folder))
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
@@ -96,30 +109,49 @@ def compressor(model: str, folder: Path, scheme: str, **rest: object) -> None:
 
 
 def compressor_groups(
-    model: str, folder: Path, bits: int, symmetric: bool = True, ignore: tuple[str, ...] = ("lm_head",)
+    model: str,
+    folder: Path,
+    bits: int,
+    symmetric: bool = True,
+    ignore: tuple[str, ...] = ("lm_head",),
 ) -> None:
-    """Weight-only integers in groups that fit SmolLM2; the ready-made W4A16 scheme wants groups of 128."""
+    """Weight-only integers in groups that fit SmolLM2; the ready-made W4A16 scheme wants groups of
+    128.
+    """
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": GROUP}
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "group",
+        "group_size": GROUP,
+    }
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     oneshot(model=loaded, recipe=QuantizationModifier(config_groups=groups, ignore=list(ignore)))
     loaded.save_pretrained(folder, save_compressed=True)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
 
 
-_MIXED = {"model.layers.0.mlp.down_proj": {"bits": 8}, "model.layers.1.self_attn.o_proj": {"bits": 16}}
+_MIXED = {
+    "model.layers.0.mlp.down_proj": {"bits": 8},
+    "model.layers.1.self_attn.o_proj": {"bits": 16},
+}
 
 KINDS: dict[str, Callable[[str, Path], None]] = {
     "auto_round-w4": lambda m, f: auto_round(m, f, "auto_round", group_size=GROUP),
     "auto_round-w4-awq": lambda m, f: auto_round(m, f, "auto_round:auto_awq", group_size=GROUP),
     "auto_round-w3": lambda m, f: auto_round(m, f, "auto_round", bits=3, group_size=GROUP),
     "auto_round-w8": lambda m, f: auto_round(m, f, "auto_round", bits=8, group_size=GROUP),
-    "auto_round-w2-asym": lambda m, f: auto_round(m, f, "auto_round", bits=2, group_size=GROUP, sym=False),
-    "auto_round-mixed": lambda m, f: auto_round(m, f, "auto_round", group_size=GROUP, layer_config=_MIXED),
+    "auto_round-w2-asym": lambda m, f: auto_round(
+        m, f, "auto_round", bits=2, group_size=GROUP, sym=False
+    ),
+    "auto_round-mixed": lambda m, f: auto_round(
+        m, f, "auto_round", group_size=GROUP, layer_config=_MIXED
+    ),
     "auto_round-mxfp4": lambda m, f: auto_round(m, f, "auto_round", scheme="MXFP4"),
     "auto_round-fp8": lambda m, f: auto_round(m, f, "auto_round", scheme="FP8_STATIC"),
     "auto_round-nvfp4-llmc": lambda m, f: auto_round(m, f, "llm_compressor", scheme="NVFP4"),
@@ -139,7 +171,9 @@ KINDS: dict[str, Callable[[str, Path], None]] = {
     "llmcompressor-mxfp4": lambda m, f: compressor(m, f, "MXFP4A16"),
     "llmcompressor-w4a16": lambda m, f: compressor_groups(m, f, 4),
     "llmcompressor-w4a16-asym": lambda m, f: compressor_groups(m, f, 4, symmetric=False),
-    "llmcompressor-w8a16-ignore": lambda m, f: compressor_groups(m, f, 8, ignore=("lm_head", "re:.*o_proj$")),
+    "llmcompressor-w8a16-ignore": lambda m, f: compressor_groups(
+        m, f, 8, ignore=("lm_head", "re:.*o_proj$")
+    ),
 }
 
 

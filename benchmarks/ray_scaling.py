@@ -1,13 +1,16 @@
-"""Windows scored per second on Ray with 1 and 2 workers, beside the same run without Ray; and what the driver can pass on.
+"""Windows scored per second on Ray with 1 and 2 workers, beside the same run without Ray; and what
+the driver can pass on.
 
-    python benchmarks/ray_scaling.py --out benchmarks/results/ray_scaling_cpu.json              # two workers share the cores
-    python benchmarks/ray_scaling.py --device cuda --workers 1,2,4,8 --out …                    # one GPU a worker
+    python benchmarks/ray_scaling.py --out benchmarks/results/ray_scaling_cpu.json              #
+    two workers share the cores python benchmarks/ray_scaling.py --device cuda --workers 1,2,4,8
+    --out …                    # one GPU a worker
 
-Every run scores the same windows of one model against itself in another number format, with equally many threads a worker; runs
-take turns, `--rounds` times. A rate is that of the windows between the first batch and the last of a candidate, so that neither
-the start of Ray nor the loading of a model counts. All runs must give the same numbers: the script ends with an error where they
-do not. The driver's own rate is measured on final states of random numbers: read from the store with their hash checked, copied,
-and put into Ray's memory, as they are for every candidate.
+Every run scores the same windows of one model against itself in another number format, with equally
+many threads a worker; runs take turns, `--rounds` times. A rate is that of the windows between the
+first batch and the last of a candidate, so that neither the start of Ray nor the loading of a model
+counts. All runs must give the same numbers: the script ends with an error where they do not. The
+driver's own rate is measured on final states of random numbers: read from the store with their hash
+checked, copied, and put into Ray's memory, as they are for every candidate.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ def scored(plan: Plan, ray: str, workers: int) -> tuple[float, dict[str, Any], f
 
 
 def driver_rate(width: int = 4096, windows: int = 12, length: int = 1025) -> dict[str, float]:
-    """MB a second of final states that the driver reads and hands on, and MB a second of results that it keeps."""
+    """MB a second of final states that the driver reads and hands on, and MB a second of results
+    that it keeps.
+    """
     import ray
 
     states = torch.randn(length - 1, width).to(torch.bfloat16)
@@ -67,7 +72,13 @@ def driver_rate(width: int = 4096, windows: int = 12, length: int = 1025) -> dic
     all_windows = [Window(i, (i, *range(length - 1))) for i in range(windows)]
     head = Head(torch.zeros(8, width, dtype=torch.bfloat16))
     header = StoreHeader({}, {}, {}, "prefill", 1, length)
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     try:
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
@@ -94,8 +105,12 @@ def driver_rate(width: int = 4096, windows: int = 12, length: int = 1025) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="folder of a checkpoint; left out: SmolLM2-135M-Instruct")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="", help="folder of a checkpoint; left out: SmolLM2-135M-Instruct"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--windows", type=int, default=16)
@@ -106,9 +121,15 @@ def main() -> None:
     given = parser.parse_args()
     model = given.model or str(build_smollm2())
     plan = Plan(
-        f"hf:{model}?dtype=float32&device={given.device}", (f"hf:{model}?dtype=bfloat16&device={given.device}",),
-        windows=given.windows, length=given.length, batch=given.batch, threads=1, floors=False, all=True,
-    )  # fmt: skip
+        f"hf:{model}?dtype=float32&device={given.device}",
+        (f"hf:{model}?dtype=bfloat16&device={given.device}",),
+        windows=given.windows,
+        length=given.length,
+        batch=given.batch,
+        threads=1,
+        floors=False,
+        all=True,
+    )
     runs = [("", 0), *(("local", int(n)) for n in given.workers.split(","))]
     rates: dict[str, list[float]] = {}
     loads: list[float] = []
@@ -129,7 +150,9 @@ def main() -> None:
         "batch": given.batch,
         "threads_a_worker": 1,
         "windows_per_second": rates,
-        "best_over_without_ray": {name: max(r) / max(rates["without Ray"]) for name, r in rates.items()},
+        "best_over_without_ray": {
+            name: max(r) / max(rates["without Ray"]) for name, r in rates.items()
+        },
         "the_same_numbers": True,
         "load_average": loads,
         "driver": driver_rate(),

@@ -1,9 +1,11 @@
 """How large a reference pack is, and what comparing against it changes.
 
-    python benchmarks/reference_pack.py [--windows 8] [--length 512] [--out benchmarks/results/reference_pack.json]
+    python benchmarks/reference_pack.py [--windows 8] [--length 512] [--out
+    benchmarks/results/reference_pack.json]
 
-Three candidates are compared with the reference itself, with its store and with packs of it (float16 and bfloat16 states,
-the head by digest, found in the checkpoint): mean KL of every window must be the same but for rounding.
+Three candidates are compared with the reference itself, with its store and with packs of it
+(float16 and bfloat16 states, the head by digest, found in the checkpoint): mean KL of every window
+must be the same but for rounding.
 """
 
 from __future__ import annotations
@@ -25,10 +27,14 @@ CANDIDATES = ("", "weights=int(bits=8,group=128)", "weights=polar(bits=6)")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "reference_pack.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "reference_pack.json"
+    )
     arguments = parser.parse_args()
     model = build_smollm2()
     shape = {"windows": arguments.windows, "length": arguments.length}

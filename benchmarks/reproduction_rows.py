@@ -1,8 +1,11 @@
-"""The rows of `reproduction.py`, read from what it writes or from the packed file that is kept of them.
+"""The rows of `reproduction.py`, read from what it writes or from the packed file that is kept of
+them.
 
-    python benchmarks/reproduction_rows.py ROWS_HF ROWS_VLLM --out benchmarks/results/reproduction_rows.npz
+    python benchmarks/reproduction_rows.py ROWS_HF ROWS_VLLM --out
+    benchmarks/results/reproduction_rows.npz
 
-Packed, sums of windows keep 16 bits of their mantissa (1.5e-5 of each) and counts 16 bits; a fifth of the size.
+Packed, sums of windows keep 16 bits of their mantissa (1.5e-5 of each) and counts 16 bits; a fifth
+of the size.
 """
 
 from __future__ import annotations
@@ -34,7 +37,11 @@ class Rows:
         self.rows: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         for file in files:
-            document = unpacked(file) if file.suffix == ".npz" else json.loads(file.read_text(encoding="utf-8"))
+            document = (
+                unpacked(file)
+                if file.suffix == ".npz"
+                else json.loads(file.read_text(encoding="utf-8"))
+            )
             self.rows |= {k: r for k, r in document["rows"].items() if "tail" in r}
             self.facts |= document["facts"]
         places = self.facts.get("text", {}).get("places")
@@ -43,8 +50,11 @@ class Rows:
     def has(self, *names: str) -> bool:
         return all(name in self.rows for name in names)
 
-    def sums(self, name: str, what: str, part: str = "all", each: bool = False, among: Sequence[str] = ()) -> Sums:
-        """Sums of one row by cluster, neighbouring windows together where their places are known; or of `each` window.
+    def sums(
+        self, name: str, what: str, part: str = "all", each: bool = False, among: Sequence[str] = ()
+    ) -> Sums:
+        """Sums of one row by cluster, neighbouring windows together where their places are known;
+        or of `each` window.
 
         Of the windows that were scored in this row and in all `among` which it stands.
         """
@@ -52,7 +62,9 @@ class Rows:
         found: Sums = np.asarray(self.rows[name][part][what], dtype=np.float64)[use]
         if each or self.blocks is None:
             return found
-        return np.bincount(np.unique(self.blocks[use], return_inverse=True)[1], weights=found).astype(np.float64)
+        return np.bincount(
+            np.unique(self.blocks[use], return_inverse=True)[1], weights=found
+        ).astype(np.float64)
 
     def named(self, start: str, end: str = "") -> list[str]:
         return [n for n in self.rows if n.startswith(start) and n.endswith(end)]
@@ -71,7 +83,9 @@ def pack(rows: Rows, path: Path) -> None:
                 counts[i, j] = [row[part][what] for what in COUNTS]
     short = ((sums.view(np.uint32) + 0x40) & 0xFFFFFF80).view(np.float32)
     said = json.dumps({"facts": rows.facts, "rows": about}, ensure_ascii=False)
-    np.savez_compressed(path, sums=short, counts=counts, about=np.frombuffer(said.encode(), np.uint8))
+    np.savez_compressed(
+        path, sums=short, counts=counts, about=np.frombuffer(said.encode(), np.uint8)
+    )
 
 
 def unpacked(path: Path) -> dict[str, Any]:
@@ -87,7 +101,9 @@ def unpacked(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS / "reproduction_rows.npz")
     given = parser.parse_args()

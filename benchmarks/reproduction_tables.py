@@ -2,9 +2,10 @@
 
     python benchmarks/reproduction_tables.py [ROWS …] [--out benchmarks/results/reproduction.json]
 
-Means a token with CR1 intervals (Student's t, G − 1), differences paired by window. *Tail* is the last 64 tokens of each
-window, the published sample of a passage; samples of the published size are 4 windows of it, Δppl as there: the
-arithmetic mean of the passages' exp(mean ΔNLL) − 1. Whatever was not measured is left out.
+Means a token with CR1 intervals (Student's t, G − 1), differences paired by window. *Tail* is the
+last 64 tokens of each window, the published sample of a passage; samples of the published size are
+4 windows of it, Δppl as there: the arithmetic mean of the passages' exp(mean ΔNLL) − 1. Whatever
+was not measured is left out.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from assay.lab.kv.sensitivity import noise_growth
 from assay.stats import Interval, Resampling, cluster_ratio, percent_change
+from assay_lab.kv.sensitivity import noise_growth
 from reproduction_rows import Rows, Sums
 
 RESULTS = Path(__file__).parent / "results"
@@ -34,9 +35,19 @@ SIZES = (
 )
 """Published Δppl %, and the row that asks for it."""
 CHANGES = (
-    ("share 0.95 and in-forward for share 1.0 and a replaced cache", 27.5, "joint vr=0.95", "decode vr=1.0"),
+    (
+        "share 0.95 and in-forward for share 1.0 and a replaced cache",
+        27.5,
+        "joint vr=0.95",
+        "decode vr=1.0",
+    ),
     ("snapshot for in-forward", -6.2, "snapshot vr=0.95", "joint vr=0.95"),
-    ("without Q-preconditioning, norm lost", 117.5, "joint vr=0.95 q=off norm=lost", "joint vr=0.95"),
+    (
+        "without Q-preconditioning, norm lost",
+        117.5,
+        "joint vr=0.95 q=off norm=lost",
+        "joint vr=0.95",
+    ),
     ("without Q-preconditioning, norm kept", None, "joint vr=0.95 q=off", "joint vr=0.95"),
     ("moments of queries after RoPE for before", 19.0, "joint vr=0.95", "plain vr=0.95"),
     ("tables of the other engine", 3.4, "tables of the other vr=0.95", "joint vr=0.95"),
@@ -49,7 +60,10 @@ CHANGES = (
     ("10 layers exact, the hottest", None, "exact 10 hottest vr=0.95", "joint vr=0.95"),
 )
 """Published change in points of Δppl (None: none was), the row with it and the row without."""
-KERNELS = (("eager attention", "hf-eager", "hf", None), ("another attention backend", "vllm-triton", "vllm", 2.5))
+KERNELS = (
+    ("eager attention", "hf-eager", "hf", None),
+    ("another attention backend", "vllm-triton", "vllm", 2.5),
+)
 PASSAGES = 4
 
 
@@ -85,7 +99,10 @@ def difference(rows: Rows, a: Sequence[str], b: Sequence[str], part: str = "all"
 
 def ratio(rows: Rows, above: Sequence[str], below: Sequence[str]) -> dict[str, float]:
     """Σ KL of `above` over Σ KL of `below`."""
-    over, under = (np.asarray(sum(rows.sums(n, "kl", among=(*above, *below)) for n in ns)) for ns in (above, below))
+    over, under = (
+        np.asarray(sum(rows.sums(n, "kl", among=(*above, *below)) for n in ns))
+        for ns in (above, below)
+    )
     return shown(cluster_ratio(over, under).interval)
 
 
@@ -100,18 +117,29 @@ def changes(rows: Rows, names: Sequence[str]) -> Sums:
 
 
 def passages(each: Sums) -> dict[str, Any]:
-    """What every disjoint sample of the published size would have said; each mean over passages, as published."""
+    """What every disjoint sample of the published size would have said; each mean over passages, as
+    published.
+    """
     groups = groups_of(each)
-    found: dict[str, Any] = {"mean over passages": shown(cluster_ratio(each, np.ones_like(each)).interval)}
+    found: dict[str, Any] = {
+        "mean over passages": shown(cluster_ratio(each, np.ones_like(each)).interval)
+    }
     if groups.size:
         low, middle, high = (float(np.quantile(groups, q)) for q in (0, 0.5, 1))
-        found |= {"lowest": low, "median": middle, "highest": high, "negative": int((groups < 0).sum())}
+        found |= {
+            "lowest": low,
+            "median": middle,
+            "highest": high,
+            "negative": int((groups < 0).sum()),
+        }
         found["deviation"] = float(groups.std(ddof=1)) if groups.size > 1 else math.nan
     return found | {"samples": int(groups.size)}
 
 
 def points(rows: Rows, a: str, b: str) -> dict[str, float]:
-    """Δppl of a row minus that of another, as published: points, the mean over the tails of windows, paired."""
+    """Δppl of a row minus that of another, as published: points, the mean over the tails of
+    windows, paired.
+    """
     sums = partial(rows.sums, part="tail", each=True, among=(a, b))
     each = [100 * np.expm1(sums(n, "dnll") / sums(n, "tokens")) for n in (a, b)]
     return shown(cluster_ratio(each[0] - each[1], np.ones(each[0].size)).interval)
@@ -120,8 +148,9 @@ def points(rows: Rows, a: str, b: str) -> dict[str, float]:
 def claims(rows: Rows, kinds: Sequence[str] = ("hf", "vllm")) -> list[dict[str, Any]]:
     """Published sizes and changes beside what each engine shows.
 
-    A size survives where it lies among samples of four passages. A change survives where the interval lies on its side of
-    zero; it does not where it lies on the other, or holds zero and not the change; else it is undecided.
+    A size survives where it lies among samples of four passages. A change survives where the
+    interval lies on its side of zero; it does not where it lies on the other, or holds zero and not
+    the change; else it is undecided.
     """
     found: list[dict[str, Any]] = []
     for name, published, row in SIZES:
@@ -129,14 +158,18 @@ def claims(rows: Rows, kinds: Sequence[str] = ("hf", "vllm")) -> list[dict[str, 
             seen = passages(changes(rows, [f"{kind} {row}"]))
             inside = seen.get("lowest", math.inf) <= published <= seen.get("highest", -math.inf)
             told = "survives" if inside else "does not" if seen["samples"] else "undecided"
-            found.append({"claim": name, "published": published, "engine": kind, **seen, "verdict": told})
+            found.append(
+                {"claim": name, "published": published, "engine": kind, **seen, "verdict": told}
+            )
     pairs = [(name, said, k, f"{k} {a}", f"{k} {b}") for name, said, a, b in CHANGES for k in kinds]
     for name, kind, base, said in KERNELS:
         same = ("joint vr=0.95", "joint vr=1.0", "decode vr=1.0")
         pairs += [(f"{name}: {n}", said, kind, f"{kind} {n}", f"{base} {n}") for n in same]
     for name, said, kind, a, b in pairs:
         if rows.has(a, b):
-            found.append({"claim": name, "published": said, "engine": kind, "points": points(rows, a, b)})
+            found.append(
+                {"claim": name, "published": said, "engine": kind, "points": points(rows, a, b)}
+            )
             found[-1]["verdict"] = judged(found[-1]["points"], said)
             if "all" in rows.rows[a] and "all" in rows.rows[b]:
                 found[-1]["KL"] = difference(rows, [a], [b])["kl"]
@@ -160,8 +193,12 @@ def groups_of(each: Sums) -> Sums:
 
 def parts_of(rows: Rows, kind: str) -> dict[str, Any]:
     """Streams, layers, noise, boundary and harness of one engine."""
-    found: dict[str, Any] = {"rows": {n: effect(rows, n) for n in rows.named(f"{kind} ") if "all" in rows.rows[n]}}
-    found["tail"] = {n: effect(rows, n, "tail") for n in rows.named(f"{kind} ") if " layer " not in n}
+    found: dict[str, Any] = {
+        "rows": {n: effect(rows, n) for n in rows.named(f"{kind} ") if "all" in rows.rows[n]}
+    }
+    found["tail"] = {
+        n: effect(rows, n, "tail") for n in rows.named(f"{kind} ") if " layer " not in n
+    }
     for vr in RATIOS:
         joint, k, v = (f"{kind} {what} vr={vr}" for what in ("joint", "k only", "v only"))
         if rows.has(joint, k, v):
@@ -195,18 +232,36 @@ def parts_of(rows: Rows, kind: str) -> dict[str, Any]:
 
 
 def cells(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
-    """What each cell that differs from the recipe in one thing changes, paired; what the exact layers cost alone."""
+    """What each cell that differs from the recipe in one thing changes, paired; what the exact
+    layers cost alone.
+    """
     joint = f"{kind} joint vr={vr}"
     starts = ("plain", "prefix only", "K4", "V outliers", "exact at", "tables of")
     names = [n for start in starts for n in rows.named(f"{kind} {start}", f" vr={vr}")]
-    found = {n.removeprefix(f"{kind} "): difference(rows, [n], [joint]) for n in names} if rows.has(joint) else {}
-    for name in ("K4", "V outliers", "exact at 4 bits", "K4V4", "plain", "prefix only", "tables of the other"):
+    found = (
+        {n.removeprefix(f"{kind} "): difference(rows, [n], [joint]) for n in names}
+        if rows.has(joint)
+        else {}
+    )
+    for name in (
+        "K4",
+        "V outliers",
+        "exact at 4 bits",
+        "K4V4",
+        "plain",
+        "prefix only",
+        "tables of the other",
+    ):
         if rows.has(joint, f"{kind} {name} vr={vr}"):
-            found[f"{name} vr={vr}, tail"] = difference(rows, [f"{kind} {name} vr={vr}"], [joint], "tail")
+            found[f"{name} vr={vr}, tail"] = difference(
+                rows, [f"{kind} {name} vr={vr}"], [joint], "tail"
+            )
     values, apart = f"{kind} v only vr={vr}", f"{kind} v only outliers vr={vr}"
     if rows.has(values, apart):
         found[f"v only outliers minus v only vr={vr}"] = difference(rows, [apart], [values])
-        found[f"v only outliers minus v only vr={vr}, tail"] = difference(rows, [apart], [values], "tail")
+        found[f"v only outliers minus v only vr={vr}, tail"] = difference(
+            rows, [apart], [values], "tail"
+        )
     replaced, plain = f"{kind} decode vr={vr}", f"{kind} decode plain vr={vr}"
     if rows.has(replaced, plain):
         found[f"decode plain vr={vr}, tail"] = difference(rows, [plain], [replaced], "tail")
@@ -214,15 +269,20 @@ def cells(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
 
 
 def coherence(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
-    """How KL grows with the number of coded layers: as its power 1 where errors are independent, 2 where they add up.
+    """How KL grows with the number of coded layers: as its power 1 where errors are independent, 2
+    where they add up.
 
-    As layers differ, also over the sum of the same layers alone: 1 where errors are independent, their number where they add up.
+    As layers differ, also over the sum of the same layers alone: 1 where errors are independent,
+    their number where they add up.
     """
     names = sorted(rows.named(f"{kind} nested ", f" vr={vr}"))
     if len(names) < 2:
         return {}
     counts = [int(n.split()[2]) for n in names]
-    alone = {n: [f"{kind} layer {layer:02d} vr={vr}" for layer in rows.rows[n].get("layers") or ()] for n in names}
+    alone = {
+        n: [f"{kind} layer {layer:02d} vr={vr}" for layer in rows.rows[n].get("layers") or ()]
+        for n in names
+    }
     every, joint = rows.named(f"{kind} layer ", f" vr={vr}"), f"{kind} joint vr={vr}"
     if rows.has(joint) and len(every) > counts[-1]:
         names, counts, alone = [*names, joint], [*counts, len(every)], alone | {joint: every}
@@ -230,12 +290,19 @@ def coherence(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
     tokens = [int(t) for t in rows.sums(names[0], "tokens", among=names)]
     growth = noise_growth(counts, sums, tokens, Resampling(2000, 0))
     total = [sum(s) for s in sums]
-    pairs = zip(zip(counts, total, strict=True), zip(counts[1:], total[1:], strict=True), strict=False)
+    pairs = zip(
+        zip(counts, total, strict=True), zip(counts[1:], total[1:], strict=True), strict=False
+    )
     return {
         f"coded layers vr={vr}": {
-            "KL": {str(n): shown(mean(np.asarray(s), np.asarray(tokens))) for n, s in zip(counts, sums, strict=True)},
+            "KL": {
+                str(n): shown(mean(np.asarray(s), np.asarray(tokens)))
+                for n, s in zip(counts, sums, strict=True)
+            },
             "power": growth.slope and shown(growth.slope),
-            "power between neighbours": {f"{a} to {b}": math.log(y / x) / math.log(b / a) for (a, x), (b, y) in pairs},
+            "power between neighbours": {
+                f"{a} to {b}": math.log(y / x) / math.log(b / a) for (a, x), (b, y) in pairs
+            },
             "over the sum of the same layers alone": {
                 str(count): ratio(rows, [n], alone[n])
                 for count, n in zip(counts, names, strict=True)
@@ -246,7 +313,8 @@ def coherence(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
 
 
 def norms(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
-    """What the lost norm and Q-preconditioning do, apart; published was only the third against the fourth.
+    """What the lost norm and Q-preconditioning do, apart; published was only the third against the
+    fourth.
 
     Published, preconditioned keys kept their norm and others lost it.
     """
@@ -273,7 +341,10 @@ def layers(rows: Rows, joint: str, alone: Sequence[str]) -> dict[str, Any]:
     single = np.concatenate([groups_of(changes(rows, [n])) for n in alone])
     return {
         "layers": len(alone),
-        "sum": {w: shown(mean(np.asarray(sum(sums(n, w) for n in alone)), tokens)) for w in ("kl", "dnll")},
+        "sum": {
+            w: shown(mean(np.asarray(sum(sums(n, w) for n in alone)), tokens))
+            for w in ("kl", "dnll")
+        },
         "joint": {w: shown(mean(sums(joint, w), tokens)) for w in ("kl", "dnll")},
         "each": {n: shown(i) for n, i in zip(alone, kl, strict=True)},
         "joint over sum of KL": ratio(rows, [joint], alone),
@@ -281,7 +352,10 @@ def layers(rows: Rows, joint: str, alone: Sequence[str]) -> dict[str, Any]:
         "dnll intervals with 0": sum(0.0 in i for i in nll),
         "kl": [min(i.value for i in kl), max(i.value for i in kl)],
         "kl above 0": sum(i.lo > 0 for i in kl),
-        "published size: single layers": {"negative": int((single < 0).sum()), "samples": int(single.size)},
+        "published size: single layers": {
+            "negative": int((single < 0).sum()),
+            "samples": int(single.size),
+        },
         "published size: sum": passages(changes(rows, alone)),
         "published size: joint": passages(changes(rows, [joint])),
         "tail sum dnll": shown(mean(tail, sums(joint, "tokens", "tail"))),
@@ -289,7 +363,9 @@ def layers(rows: Rows, joint: str, alone: Sequence[str]) -> dict[str, Any]:
 
 
 def noise(rows: Rows, kind: str) -> dict[str, Any]:
-    """How KL grows with the size of noise; sizes whose KL is under twice the smallest say nothing of that."""
+    """How KL grows with the size of noise; sizes whose KL is under twice the smallest say nothing
+    of that.
+    """
     names = sorted(rows.named(f"{kind} noise "), key=lambda n: float(n.split()[2]))
     if len(names) < 2:
         return {}
@@ -298,7 +374,10 @@ def noise(rows: Rows, kind: str) -> dict[str, Any]:
     above = [n for n in names if float(sums(n, "kl").sum()) > 2 * floor]
     tokens = [int(t) for t in sums(names[0], "tokens")]
     growth = noise_growth(
-        [float(n.split()[2]) for n in above], [list(sums(n, "kl")) for n in above], tokens, Resampling(2000, 0)
+        [float(n.split()[2]) for n in above],
+        [list(sums(n, "kl")) for n in above],
+        tokens,
+        Resampling(2000, 0),
     )
     level = {float(n.split()[2]): float(sums(n, "kl").sum()) for n in above}
     steps = zip(level, list(level)[1:], strict=False)
@@ -307,7 +386,9 @@ def noise(rows: Rows, kind: str) -> dict[str, Any]:
         "noise slope between neighbours": {
             f"{a:g} to {b:g}": {
                 "as measured": math.log(level[b] / level[a]) / math.log(b / a),
-                "less the smallest": math.log((level[b] - floor) / (level[a] - floor)) / math.log(b / a),
+                "less the smallest": (
+                    math.log((level[b] - floor) / (level[a] - floor)) / math.log(b / a)
+                ),
             }
             for a, b in steps
         },
@@ -316,7 +397,9 @@ def noise(rows: Rows, kind: str) -> dict[str, Any]:
 
 
 def ladder(rows: Rows) -> dict[str, Any]:
-    """From the published way of transformers to that of vLLM, one change at a time, on the tail of each window."""
+    """From the published way of transformers to that of vLLM, one change at a time, on the tail of
+    each window.
+    """
     path = [
         ("share of variance 1.0 → 0.95", "hf decode vr=1.0", "hf decode vr=0.95"),
         ("harness: cache replaced → in-forward", "hf decode vr=0.95", "hf joint vr=0.95"),
@@ -338,10 +421,19 @@ def ladder(rows: Rows) -> dict[str, Any]:
         if rows.has(f"hf {n}")
     }
     for other, kind in (("hf-eager", "hf"), ("vllm-triton", "vllm")):
-        same = [n.removeprefix(f"{other} ") for n in rows.named(f"{other} ") if rows.has(n.replace(other, kind, 1))]
+        same = [
+            n.removeprefix(f"{other} ")
+            for n in rows.named(f"{other} ")
+            if rows.has(n.replace(other, kind, 1))
+        ]
         if same:
             found[f"{other} minus {kind}"] = {
-                n: difference(rows, [f"{other} {n}"], [f"{kind} {n}"], "tail" if n.startswith("decode") else "all")
+                n: difference(
+                    rows,
+                    [f"{other} {n}"],
+                    [f"{kind} {n}"],
+                    "tail" if n.startswith("decode") else "all",
+                )
                 for n in same
             }
     for name in ("hf decode vr=1.0", "vllm joint vr=0.95"):
@@ -386,7 +478,10 @@ def markdown(figures: dict[str, Any]) -> str:
         lines += [
             f"## {kind}",
             "",
-            "| row | KL, nats | Δppl % | top-1 % | smaller | tail: KL | tail: Δppl % | mean over passages |",
+            (
+                "| row | KL, nats | Δppl % | top-1 % | smaller | tail: KL | tail: Δppl % | mean"
+                " over passages |"
+            ),
         ]
         lines += ["|---|---|---|---|---:|---|---|---|"]
         wide, tail = figures[kind]["rows"], figures[kind]["tail"]
@@ -394,24 +489,37 @@ def markdown(figures: dict[str, Any]) -> str:
             cells = ["–"] * 7
             if name in wide:
                 row = wide[name]
-                cells[:3] = [said(row["kl"]), said(row["dppl_pct"], "+.2f"), said(row["top1_pct"], ".2f")]
+                cells[:3] = [
+                    said(row["kl"]),
+                    said(row["dppl_pct"], "+.2f"),
+                    said(row["top1_pct"], ".2f"),
+                ]
                 cells[3] = f"{row['ratio']:.2f}×" if "ratio" in row else "–"
             if name in tail:
                 cells[4:] = [said(tail[name]["kl"]), said(tail[name]["dppl_pct"], "+.2f")]
                 cells.append(said(tail[name]["passages"]["mean over passages"], "+.2f"))
             some = (wide | tail)[name]["windows"]
-            fewer = f" ({some} windows)" if some < max(row["windows"] for row in (wide | tail).values()) else ""
+            fewer = (
+                f" ({some} windows)"
+                if some < max(row["windows"] for row in (wide | tail).values())
+                else ""
+            )
             lines.append(f"| {name.removeprefix(kind + ' ')}{fewer} | {' | '.join(cells)} |")
         rest = {k: v for k, v in figures[kind].items() if k not in ("rows", "tail")}
         lines += ["", *flat(rest), ""]
-    lines += ["## claims", "", "| claim | published | engine | tail, mean over passages | KL, all tokens | verdict |"]
+    lines += [
+        "## claims",
+        "",
+        "| claim | published | engine | tail, mean over passages | KL, all tokens | verdict |",
+    ]
     lines += ["|---|---:|---|---|---|---|"]
     for one in figures["claims"]:
         shown_ = one.get("points") or one["mean over passages"]
         told = "–" if one["published"] is None else f"{one['published']:+.1f}"
         kl = said(one["KL"], "+.3f") if "KL" in one else "–"
         lines.append(
-            f"| {one['claim']} | {told} | {one['engine']} | {said(shown_, '+.1f')} | {kl} | {one['verdict']} |"
+            f"| {one['claim']} | {told} | {one['engine']} | {said(shown_, '+.1f')} | {kl} |"
+            f" {one['verdict']} |"
         )
     lines.append("")
     for part in ("ladder", "preconditioning"):
@@ -445,7 +553,9 @@ def rounded(value: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", type=Path, default=[RESULTS / "reproduction_rows.npz"])
     parser.add_argument("--out", type=Path, default=RESULTS / "reproduction.json")
     given = parser.parse_args()
@@ -454,13 +564,17 @@ def main() -> None:
     figures: dict[str, Any] = {kind: parts_of(rows, kind) for kind in kinds}
     for kind in kinds:
         if near := rows.rows.get(f"{kind} engine", {}).get("symmetric_top20"):
-            figures[kind]["symmetric KL of 20 ids, tail"] = shown(mean(np.asarray(near), np.ones(len(near))))
+            figures[kind]["symmetric KL of 20 ids, tail"] = shown(
+                mean(np.asarray(near), np.ones(len(near)))
+            )
     figures["claims"] = claims(rows)
     figures["ladder"] = ladder(rows)
     figures["preconditioning"] = preconditioning(rows)
     figures["facts"] = rows.facts
     figures["seconds"] = {n: r["seconds"] for n, r in rows.rows.items()}
-    given.out.write_text(json.dumps(rounded(figures), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    given.out.write_text(
+        json.dumps(rounded(figures), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     given.out.with_suffix(".md").write_text(markdown(figures), encoding="utf-8")
     print(given.out.with_suffix(".md").read_text(encoding="utf-8"))
 

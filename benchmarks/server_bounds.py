@@ -1,10 +1,12 @@
-"""How much of KL the bound sees that a server's log-probabilities allow, for so and so many ids a token.
+"""How much of KL the bound sees that a server's log-probabilities allow, for so and so many ids a
+token.
 
     python benchmarks/server_bounds.py [--windows 8] [--length 64] [--out FILE]
 
-SmolLM2-135M in float32 against itself in other formats, both in this process, so that the whole KL is known as well. The
-candidate's log-probabilities are cut to what a server would send: those of the ids that the reference finds likeliest
-(vLLM's `prompt_logprob_token_ids`), or the candidate's own likeliest (`prompt_logprobs`, SGLang, `echo`), in float32.
+SmolLM2-135M in float32 against itself in other formats, both in this process, so that the whole KL
+is known as well. The candidate's log-probabilities are cut to what a server would send: those of
+the ids that the reference finds likeliest (vLLM's `prompt_logprob_token_ids`), or the candidate's
+own likeliest (`prompt_logprobs`, SGLang, `echo`), in float32.
 """
 
 from __future__ import annotations
@@ -45,19 +47,29 @@ def as_served(reference: WindowRows, logprobs: torch.Tensor, count: int, by: str
     if by == "reference":
         ids = choose_ids(reference, count)
     else:
-        ids = [[*row, token] for row, token in zip(logprobs.topk(count, -1).indices.tolist(), gold, strict=True)]
-    rows = tuple(dict(zip(row, values[row].tolist(), strict=True)) for row, values in zip(ids, logprobs, strict=True))
+        ids = [
+            [*row, token]
+            for row, token in zip(logprobs.topk(count, -1).indices.tolist(), gold, strict=True)
+        ]
+    rows = tuple(
+        dict(zip(row, values[row].tolist(), strict=True))
+        for row, values in zip(ids, logprobs, strict=True)
+    )
     own = tuple(row[token] for row, token in zip(rows, gold, strict=True))
     return TopkLogprobs(reference.first, own, rows, by)  # type: ignore[arg-type]
 
 
-def pairs(reference: list[WindowRows], spec: str, windows: Sequence[Window]) -> Iterator[tuple[WindowRows, WindowRows]]:
+def pairs(
+    reference: list[WindowRows], spec: str, windows: Sequence[Window]
+) -> Iterator[tuple[WindowRows, WindowRows]]:
     engine = HfScorer.load(spec)
     yield from zip(reference, engine.score_windows(windows, ScoreJob(batch=2)), strict=True)
     engine.close()
 
 
-def measured(name: str, spec: str, reference: list[WindowRows], windows: Sequence[Window]) -> dict[str, Any]:
+def measured(
+    name: str, spec: str, reference: list[WindowRows], windows: Sequence[Window]
+) -> dict[str, Any]:
     """KL over the whole vocabulary, and what each number of ids leaves of it."""
     exact: list[WindowObservation] = []
     bounded: dict[tuple[str, int], list[WindowObservation]] = {
@@ -88,26 +100,37 @@ def measured(name: str, spec: str, reference: list[WindowRows], windows: Sequenc
                 "top1_pct": [100 * bounds.certain.value, 100 * bounds.possible.value],
             }
         )
-    return {"candidate": name, "kld": kl, "top1_pct": 100 * float(pooled(exact, "top1").mean()), "bounds": rows}
+    return {
+        "candidate": name,
+        "kld": kl,
+        "top1_pct": 100 * float(pooled(exact, "top1").mean()),
+        "bounds": rows,
+    }
 
 
 def table(results: list[dict[str, Any]]) -> str:
     lines = [
-        "| candidate | KL, whole | ids | chosen by | KL, at least | share | left over, reference | top-1 certain … possible % |",
+        (
+            "| candidate | KL, whole | ids | chosen by | KL, at least | share | left over,"
+            " reference | top-1 certain … possible % |"
+        ),
         "|---|---:|---:|---|---:|---:|---:|---|",
     ]
     for result in results:
         for row in result["bounds"]:
             certain, possible = row["top1_pct"]
             lines.append(
-                f"| {result['candidate']} | {result['kld']:.5f} | {row['ids']} | {row['chosen_by']} | {row['kld_lower']:.5f} "
-                f"| {row['share_of_kld']:.0%} | {row['unresolved_mass_reference']:.1%} | {certain:.2f} … {possible:.2f} |"
+                f"| {result['candidate']} | {result['kld']:.5f} | {row['ids']} | {row['chosen_by']}"
+                f" | {row['kld_lower']:.5f} | {row['share_of_kld']:.0%} |"
+                f" {row['unresolved_mass_reference']:.1%} | {certain:.2f} … {possible:.2f} |"
             )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--out", type=Path, default=RESULTS / "server_bounds.json")
@@ -118,9 +141,18 @@ def main() -> None:
     windows, text = plan_windows(plan, engine.tokenizer)
     reference = list(engine.score_windows(windows, ScoreJob(batch=2)))
     with torch.inference_mode():
-        results = [measured(name, f"hf:{model}?{options}", reference, windows) for name, options in CANDIDATES.items()]
+        results = [
+            measured(name, f"hf:{model}?{options}", reference, windows)
+            for name, options in CANDIDATES.items()
+        ]
     tokens = len(windows) * (arguments.length - 1)
-    body = {"tokens": tokens, "windows": len(windows), "text": text, "results": results, "environment": describe()}
+    body = {
+        "tokens": tokens,
+        "windows": len(windows),
+        "text": text,
+        "results": results,
+        "environment": describe(),
+    }
     arguments.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     arguments.out.with_suffix(".md").write_text(table(results) + "\n", encoding="utf-8")
     print(table(results))

@@ -1,6 +1,8 @@
-"""Rows of server_faults.py: kept as they come, and brought together from several machines without losing one.
+"""Rows of server_faults.py: kept as they come, and brought together from several machines without
+losing one.
 
-    python benchmarks/server_faults_results.py NEW.json ...    # merges into results/server_faults.json
+    python benchmarks/server_faults_results.py NEW.json ...    # merges into
+    results/server_faults.json
 
 A row that is measured anew takes the place of the one before it, which stays under `earlier`.
 """
@@ -21,7 +23,9 @@ Rows = dict[str, dict[str, Any]]
 
 
 def load(path: Path) -> dict[str, Rows]:
-    """The rows of a file, none where there is no file; each with the machine that it was measured on."""
+    """The rows of a file, none where there is no file; each with the machine that it was measured
+    on.
+    """
     document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     machine = document.get("machine")
     return {
@@ -36,7 +40,9 @@ def load(path: Path) -> dict[str, Rows]:
 def save(path: Path, results: Mapping[str, Rows]) -> None:
     """Write the rows, whole or not at all."""
     temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps({group: results[group] for group in GROUPS}, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(
+        json.dumps({group: results[group] for group in GROUPS}, indent=1) + "\n", encoding="utf-8"
+    )
     temporary.replace(path)
 
 
@@ -77,7 +83,9 @@ def machine(device: str, server: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("new", type=Path, nargs="+", help="results that were written elsewhere")
     parser.add_argument("--into", type=Path, default=RESULTS)
     arguments = parser.parse_args()

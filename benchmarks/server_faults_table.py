@@ -35,10 +35,15 @@ def row(name: str, result: dict[str, Any]) -> str:
 def main() -> None:
     results = load(RESULTS)
     lines = [
-        "| served | degenerate texts | of the reference | bits per byte | of the reference | with a reference | by | alone | by | on |",
+        (
+            "| served | degenerate texts | of the reference | bits per byte | of the reference |"
+            " with a reference | by | alone | by | on |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    lines += [row(f"whole, seed {seed}", r) for seed, r in sorted(results["healthy"].items(), key=_number)]
+    lines += [
+        row(f"whole, seed {seed}", r) for seed, r in sorted(results["healthy"].items(), key=_number)
+    ]
     lines += [row(r["description"], r) for r in results["damages"].values()]
     text = "\n".join(lines) + "\n"
     PAGE.write_text(text, encoding="utf-8")

@@ -1,10 +1,12 @@
-"""What scoring fixed texts by a server costs: wide or narrow, one by one or together, each depth anew or read from one text.
+"""What scoring fixed texts by a server costs: wide or narrow, one by one or together, each depth
+anew or read from one text.
 
     python benchmarks/server_scoring.py [--repeats 3] [--out FILE]
 
-A real vLLM CPU server with SmolLM2-135M (context 4,096 + 64, as `assay check` scores up to 4,096). Each way scores the same tokens
-of the same passages; ways take turns, and beside the wall time stands the processor time of the server's processes, which
-other programs on the machine change less. `narrow` asks for the target token only (`prompt_logprobs=0`), `wide` for 20 ids.
+A real vLLM CPU server with SmolLM2-135M (context 4,096 + 64, as `assay check` scores up to 4,096).
+Each way scores the same tokens of the same passages; ways take turns, and beside the wall time
+stands the processor time of the server's processes, which other programs on the machine change
+less. `narrow` asks for the target token only (`prompt_logprobs=0`), `wide` for 20 ids.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def processor_seconds(pid: int) -> float:
 
 
 def deep_texts(counts: list[int]) -> list[str]:
-    """Contexts of half and of full depth with a passage at the end, a text for each of the deep passages."""
+    """Contexts of half and of full depth with a passage at the end, a text for each of the deep
+    passages.
+    """
     texts = passages()
     found = []
     for share in (0.5, 1.0):
@@ -91,7 +95,9 @@ def main() -> None:
         longest = deep[DEEP]
 
         def wide(sources: list[str]) -> list[float]:
-            found = [by_prompt_logprobs(engine._transport, engine.model, [s], 20)[0] for s in sources]
+            found = [
+                by_prompt_logprobs(engine._transport, engine.model, [s], 20)[0] for s in sources
+            ]
             return [-sum(v for v in f.values[1:]) for f in found]
 
         ways: dict[str, Callable[[], list[float]]] = {
@@ -123,7 +129,10 @@ def main() -> None:
                 arguments.out.write_text(
                     json.dumps(
                         {
-                            "tokens": {"passages": sum(counts), "depths": [len(engine.tokenize(t)) for t in deep]},
+                            "tokens": {
+                                "passages": sum(counts),
+                                "depths": [len(engine.tokenize(t)) for t in deep],
+                            },
                             "environment": describe(),
                             "rows": rows,
                         },
@@ -135,7 +144,8 @@ def main() -> None:
     for name in ways:
         own = [row for row in rows if row["way"] == name]
         lines.append(
-            f"| {name} | {median(r['seconds'] for r in own):.1f} | {median(r['server_seconds'] for r in own):.1f} |"
+            f"| {name} | {median(r['seconds'] for r in own):.1f} |"
+            f" {median(r['server_seconds'] for r in own):.1f} |"
         )
     arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
 

@@ -1,4 +1,6 @@
-"""A real vLLM server on the CPU with a chosen draft, and known requests to it: what the spec benchmarks share."""
+"""A real vLLM server on the CPU with a chosen draft, and known requests to it: what the spec
+benchmarks share.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ class Run:
 
 
 @contextmanager
-def server(model: Path, speculative: dict[str, Any] | None, log: Path, name: str = MODEL) -> Iterator[str | None]:
-    """Serve `model` with vLLM on the CPU and yield its URL, or None if it refuses to start; its log goes to `log`."""
+def server(
+    model: Path, speculative: dict[str, Any] | None, log: Path, name: str = MODEL
+) -> Iterator[str | None]:
+    """Serve `model` with vLLM on the CPU and yield its URL, or None if it refuses to start; its log
+    goes to `log`.
+    """
     arguments = ["--max-num-seqs", "4"]
     if speculative is not None:
         arguments += ["--per-request-spec-decode-metrics", "summary"]
@@ -52,7 +58,11 @@ def server(model: Path, speculative: dict[str, Any] | None, log: Path, name: str
         try:
             running = held.enter_context(
                 vllm_server(
-                    model, name=name, max_model_len=1024, extra_args=arguments, env={"VLLM_LOG_STATS_INTERVAL": "2"}
+                    model,
+                    name=name,
+                    max_model_len=1024,
+                    extra_args=arguments,
+                    env={"VLLM_LOG_STATS_INTERVAL": "2"},
                 )
             )
         except AssayError:
@@ -63,8 +73,12 @@ def server(model: Path, speculative: dict[str, Any] | None, log: Path, name: str
         yield running.url
 
 
-def run(name: str, model: Path, speculative: dict[str, Any] | None, folder: Path, requests: int = 8) -> Run:
-    """Start a server, send greedy requests one after the other, and keep its log, its pages and its responses."""
+def run(
+    name: str, model: Path, speculative: dict[str, Any] | None, folder: Path, requests: int = 8
+) -> Run:
+    """Start a server, send greedy requests one after the other, and keep its log, its pages and its
+    responses.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{name}.log"
     with server(model, speculative, log) as url:
@@ -75,7 +89,9 @@ def run(name: str, model: Path, speculative: dict[str, Any] | None, folder: Path
             _complete(client, "Warm up", 8)
             result.before = client.get("/metrics").text
             began = time.monotonic()
-            result.responses = [_complete(client, PROMPTS[i % len(PROMPTS)], MAX_TOKENS) for i in range(requests)]
+            result.responses = [
+                _complete(client, PROMPTS[i % len(PROMPTS)], MAX_TOKENS) for i in range(requests)
+            ]
             result.seconds = time.monotonic() - began
             result.tokens = sum(r["usage"]["completion_tokens"] for r in result.responses)
             time.sleep(2.5)  # the last window is logged after the last token
@@ -85,14 +101,19 @@ def run(name: str, model: Path, speculative: dict[str, Any] | None, folder: Path
 
 def _complete(client: httpx.Client, prompt: str, tokens: int) -> Any:
     body = {
-        "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-    }  # fmt: skip
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     return client.post("/v1/completions", json=body).raise_for_status().json()
 
 
 def make_draft(kind: str, source: Path, target: Path) -> Path:
-    """A copy of the checkpoint as a draft: `layers:N` (the first N//2 and last layers), `int3`, `random`, `zeroed`,
-    `embedding_only` (every other tensor is left out) or `no_weights` (no weight file).
+    """A copy of the checkpoint as a draft: `layers:N` (the first N//2 and last layers), `int3`,
+    `random`, `zeroed`, `embedding_only` (every other tensor is left out) or `no_weights` (no weight
+    file).
     """
     if target.exists():
         return target
@@ -129,7 +150,11 @@ def _write_weights(kind: str, source: Path, target: Path) -> None:
         tensors = _fewer_layers(tensors, target, int(kind.split(":")[1]))
     else:
         raise ValueError(f"unknown draft {kind!r}")
-    save_file({n: t.contiguous() for n, t in tensors.items()}, target / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: t.contiguous() for n, t in tensors.items()},
+        target / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def _fewer_layers(tensors: dict[str, Any], target: Path, keep: int) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""Real heads in known states on a real engine: does `assay spec` tell them apart, and do its three sources agree?
+"""Real heads in known states on a real engine: does `assay spec` tell them apart, and do its three
+sources agree?
 
     python benchmarks/spec_head_states.py MODEL WORKDIR [CONFIGURATION...]
 
-Each configuration is one vLLM server (CPU, greedy, 8 requests of 96 tokens). Written to results/spec_head_states.json:
-health and findings from the log, from two scrapes of /metrics and from the responses, with the counts of each.
+Each configuration is one vLLM server (CPU, greedy, 8 requests of 96 tokens). Written to
+results/spec_head_states.json: health and findings from the log, from two scrapes of /metrics and
+from the responses, with the counts of each.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from spec_engine import Run, make_draft, run
 
 RESULTS = Path(__file__).parent / "results" / "spec_head_states.json"
 DEPTH = 3
-# name: (draft, depth); the draft `self` is the target, `ngram` needs no model, None switches speculation off.
+# name: (draft, depth); the draft `self` is the target, `ngram` needs no model, None switches
+# speculation off.
 CONFIGURATIONS: dict[str, tuple[str | None, int]] = {
     "off": (None, 0),
     "self": ("self", DEPTH),
@@ -51,7 +54,12 @@ def speculative(name: str, model: Path, work: Path) -> dict[str, Any] | None:
     if draft is None:
         return None
     if draft == "ngram":
-        return {"method": "ngram", "num_speculative_tokens": depth, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": depth,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        }
     path = model if draft == "self" else make_draft(draft, model, work / draft.replace(":", ""))
     return {"method": "draft_model", "model": str(path), "num_speculative_tokens": depth}
 

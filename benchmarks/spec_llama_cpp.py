@@ -1,9 +1,11 @@
-"""llama.cpp's own server with drafts in known states: do its log, its `/metrics` and its responses say the same?
+"""llama.cpp's own server with drafts in known states: do its log, its `/metrics` and its responses
+say the same?
 
     python benchmarks/spec_llama_cpp.py BIN WORKDIR [CONFIGURATION...]
 
-BIN is the folder that build_llama_cpp.sh made. Each configuration is one server with SmolLM2-135M (Q4_1), greedy, 4
-requests of 96 tokens. Writes results/spec_llama_cpp.json; the logs, pages and responses stay in WORKDIR.
+BIN is the folder that build_llama_cpp.sh made. Each configuration is one server with SmolLM2-135M
+(Q4_1), greedy, 4 requests of 96 tokens. Writes results/spec_llama_cpp.json; the logs, pages and
+responses stay in WORKDIR.
 """
 
 from __future__ import annotations
@@ -27,18 +29,28 @@ from assay.speculation.spec import examine
 
 RESULTS = Path(__file__).parent / "results" / "spec_llama_cpp.json"
 REQUESTS, MAX_TOKENS = 4, 96
-# One thread, and weights as they are: threads that spin stall on shared cores, and repacked weights need instructions that
-# some virtual machines announce and then forbid.
+# One thread, and weights as they are: threads that spin stall on shared cores, and repacked weights
+# need instructions that some virtual machines announce and then forbid.
 SHARED = ["--threads", "1", "--no-repack"]
 PRUNED = ",".join(str(i) for i in range(12, 28))
 # name: (how the draft is made with llama-quantize, the server's arguments); `self` is the target.
 CONFIGURATIONS: dict[str, tuple[list[str] | None, list[str]]] = {
     "self": (None, ["--spec-type", "draft-simple"]),
     "q2k": (["--allow-requantize", "Q2_K"], ["--spec-type", "draft-simple"]),
-    "pruned": (["--allow-requantize", "--prune-layers", PRUNED, "Q4_1"], ["--spec-type", "draft-simple"]),
+    "pruned": (
+        ["--allow-requantize", "--prune-layers", PRUNED, "Q4_1"],
+        ["--spec-type", "draft-simple"],
+    ),
     "ngram": (
         None,
-        ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "6"],
+        [
+            "--spec-type",
+            "ngram-simple",
+            "--spec-ngram-simple-size-n",
+            "3",
+            "--spec-ngram-simple-size-m",
+            "6",
+        ],
     ),
     "off": (None, []),
 }
@@ -64,9 +76,19 @@ def run(name: str, binaries: Path, work: Path) -> dict[str, Any]:
         target.symlink_to(gguf_of(SMOLLM2))
     arguments = CONFIGURATIONS[name][1]
     if "draft-simple" in arguments:
-        arguments = [*arguments, "-md", str(draft(name, target, binaries, work)), "--spec-draft-n-max", "3"]
+        arguments = [
+            *arguments,
+            "-md",
+            str(draft(name, target, binaries, work)),
+            "--spec-draft-n-max",
+            "3",
+        ]
     with llama_server(
-        target, binaries / "llama-server", max_model_len=1024, streams=1, extra_args=[*arguments, *SHARED]
+        target,
+        binaries / "llama-server",
+        max_model_len=1024,
+        streams=1,
+        extra_args=[*arguments, *SHARED],
     ) as server:
         with httpx.Client(base_url=server.url, timeout=300) as client:
             before = client.get("/metrics").text
@@ -75,19 +97,26 @@ def run(name: str, binaries: Path, work: Path) -> dict[str, Any]:
                 client.post(
                     "/completion",
                     json={
-                        "prompt": PROMPTS[i % len(PROMPTS)], "n_predict": MAX_TOKENS, "temperature": 0,
-                        "ignore_eos": True, "cache_prompt": False,
+                        "prompt": PROMPTS[i % len(PROMPTS)],
+                        "n_predict": MAX_TOKENS,
+                        "temperature": 0,
+                        "ignore_eos": True,
+                        "cache_prompt": False,
                     },
-                ).raise_for_status().json()
+                )
+                .raise_for_status()
+                .json()
                 for i in range(REQUESTS)
-            ]  # fmt: skip
+            ]
             seconds = time.monotonic() - began
             after = client.get("/metrics").text
         log = server.log
     shutil.copyfile(log, work / f"{name}.log")
     (work / f"{name}.before.prom").write_text(before)
     (work / f"{name}.prom").write_text(after)
-    (work / f"{name}.json").write_text(json.dumps([{"timings": r["timings"]} for r in responses], indent=1))
+    (work / f"{name}.json").write_text(
+        json.dumps([{"timings": r["timings"]} for r in responses], indent=1)
+    )
     report = examine([str(work / f"{name}.log")])
     reading = Reading()
     reading.document(responses)

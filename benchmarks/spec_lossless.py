@@ -1,4 +1,5 @@
-"""Losslessness on a real engine: vLLM with a draft against vLLM without, and a control with other weights.
+"""Losslessness on a real engine: vLLM with a draft against vLLM without, and a control with other
+weights.
 
     python benchmarks/spec_lossless.py MODEL WORKDIR
 
@@ -23,7 +24,10 @@ def main() -> None:
     other = make_draft("int3", model, work / "int3")
     found = {}
     with server(model, None, work / "lossless_off.log", "off") as off:
-        for name, (served, speculative) in {"draft": (model, draft), "control": (other, None)}.items():
+        for name, (served, speculative) in {
+            "draft": (model, draft),
+            "control": (other, None),
+        }.items():
             with server(served, speculative, work / f"lossless_{name}.log", "on") as on:
                 if on is None or off is None:
                     raise SystemExit(f"the server {name} did not start; see {work}")

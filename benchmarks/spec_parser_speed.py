@@ -1,11 +1,13 @@
-"""How fast is a large log read, against `grep -c SpecDecoding` on the same file, and in how much memory?
+"""How fast is a large log read, against `grep -c SpecDecoding` on the same file, and in how much
+memory?
 
     python benchmarks/spec_parser_speed.py [GIGABYTES]
 
-Writes a log with 0.1 % speculative lines to the temporary folder, reads it with both in turn (page cache warm, median
-of 5; grep in the C locale and in UTF-8), deletes it, and writes results/spec_parser_speed.json. The time of `assay spec`
-is that of the whole command, start of Python included; `read_s` is the reading alone, in a process that is up. Memory is
-the sum over its processes of their proportional share.
+Writes a log with 0.1 % speculative lines to the temporary folder, reads it with both in turn (page
+cache warm, median of 5; grep in the C locale and in UTF-8), deletes it, and writes
+results/spec_parser_speed.json. The time of `assay spec` is that of the whole command, start of
+Python included; `read_s` is the reading alone, in a process that is up. Memory is the sum over its
+processes of their proportional share.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ def window(rng: random.Random) -> str:
     hits = [first, first * 7 // 10, first * 4 // 10]
     rates = ", ".join(f"{h / drafts:.3f}" for h in hits)
     return (
-        f"(APIServer pid=1) INFO 10-01 12:00:00 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: "
-        f"{1 + sum(hits) / drafts:.2f}, Accepted throughput: 11.70 tokens/s, Drafted throughput: 19.20 tokens/s, Accepted: "
-        f"{sum(hits)} tokens, Drafted: {3 * drafts} tokens, Per-position acceptance rate: {rates}, Avg Draft acceptance "
-        f"rate: {100 * sum(hits) / (3 * drafts):.1f}%\n"
+        "(APIServer pid=1) INFO 10-01 12:00:00 [metrics.py:101] SpecDecoding metrics: Mean"
+        f" acceptance length: {1 + sum(hits) / drafts:.2f}, Accepted throughput: 11.70 tokens/s,"
+        f" Drafted throughput: 19.20 tokens/s, Accepted: {sum(hits)} tokens, Drafted: {3 * drafts}"
+        f" tokens, Per-position acceptance rate: {rates}, Avg Draft acceptance rate:"
+        f" {100 * sum(hits) / (3 * drafts):.1f}%\n"
     )
 
 
@@ -50,14 +53,16 @@ def write(path: Path, size: int) -> int:
             lines.append(window(rng))
         elif i % 10 == 0:
             lines.append(
-                "(APIServer pid=1) INFO 10-01 12:00:00 [loggers.py:271] Engine 000: Avg prompt throughput: 12.0 tokens/s, Avg "
-                f"generation throughput: {rng.random() * 99:.1f} tokens/s, Running: 4 reqs, Waiting: 0 reqs, GPU KV cache "
-                "usage: 1.2%, Prefix cache hit rate: 0.0%\n"
+                "(APIServer pid=1) INFO 10-01 12:00:00 [loggers.py:271] Engine 000: Avg prompt"
+                f" throughput: 12.0 tokens/s, Avg generation throughput: {rng.random() * 99:.1f}"
+                " tokens/s, Running: 4 reqs, Waiting: 0 reqs, GPU KV cache usage: 1.2%, Prefix"
+                " cache hit rate: 0.0%\n"
             )
         else:
             lines.append(
-                f'(APIServer pid=1) INFO:     10.0.{rng.randrange(255)}.{rng.randrange(255)}:{rng.randrange(65535)} - "POST '
-                '/v1/chat/completions HTTP/1.1" 200 OK\n'
+                "(APIServer pid=1) INFO:    "
+                f' 10.0.{rng.randrange(255)}.{rng.randrange(255)}:{rng.randrange(65535)} - "POST'
+                ' /v1/chat/completions HTTP/1.1" 200 OK\n'
             )
     block = "".join(lines).encode()
     blocks = max(1, size // len(block))
@@ -76,7 +81,9 @@ def processor_seconds() -> float:
 def timed(command: list[str], locale: str = "C.UTF-8") -> tuple[float, bytes]:
     """Seconds and output of a command."""
     began = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, "LC_ALL": locale})
+    done = subprocess.run(
+        command, capture_output=True, check=False, env={**os.environ, "LC_ALL": locale}
+    )
     return time.perf_counter() - began, done.stdout
 
 
@@ -109,9 +116,10 @@ def share(pid: int) -> float:
 def read_alone(path: Path) -> float:
     """Seconds that the reading takes in a process that is up."""
     code = (
-        "import sys, time, numpy\nfrom assay.speculation.spec import read_files\nfrom assay.speculation.record import "
-        "combine\nbegan = time.perf_counter()\ncombine(read_files([sys.argv[1]]).settled())\n"
-        "print(time.perf_counter() - began)"
+        "import sys, time, numpy\nfrom assay.speculation.spec import read_files\nfrom"
+        " assay.speculation.record import combine\nbegan ="
+        " time.perf_counter()\ncombine(read_files([sys.argv[1]]).settled())\nprint(time.perf_counter()"
+        " - began)"
     )
     return float(timed([sys.executable, "-c", code, str(path)])[1])
 

@@ -2,11 +2,12 @@
 
     python benchmarks/speed_agreement.py [--runs 5] [--requests 4] [--tokens 96] [--out FILE]
 
-One stream on a real vLLM CPU server with SmolLM2-135M. assay and `bench serve` take turns request by request (and swap
-places), on the same prompts, with the same sampling, seed and number of tokens, so that a machine whose speed drifts
-drifts for both. The server's histograms are read before and after every request: they time the very same request, and
-tell what a client does to the server from what its clock says. A second server speculates with n-grams, where a chunk
-holds several tokens. Every run is written as it ends.
+One stream on a real vLLM CPU server with SmolLM2-135M. assay and `bench serve` take turns request
+by request (and swap places), on the same prompts, with the same sampling, seed and number of
+tokens, so that a machine whose speed drifts drifts for both. The server's histograms are read
+before and after every request: they time the very same request, and tell what a client does to the
+server from what its clock says. A second server speculates with n-grams, where a chunk holds
+several tokens. Every run is written as it ends.
 """
 
 from __future__ import annotations
@@ -40,12 +41,28 @@ HISTOGRAMS = {
     "tpot_s": "vllm:request_time_per_output_token_seconds",
     "step_s": "vllm:inter_token_latency_seconds",
 }
-"""`step_s` is the time between two outputs of the engine: with speculation that is several tokens, not one."""
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+"""`step_s` is the time between two outputs of the engine: with speculation that is several tokens,
+not one.
+"""
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 2,
+}
 COPIED = (
-    "The miller carries one sack of flour to the old bridge, and the baker carries one sack of flour to the old mill.",
-    "A red boat follows a blue boat, a blue boat follows a green boat, and a green boat follows a red boat.",
-    "On Monday we count the apples, on Tuesday we count the pears, on Wednesday we count the apples again.",
+    (
+        "The miller carries one sack of flour to the old bridge, and the baker carries one sack of"
+        " flour to the old mill."
+    ),
+    (
+        "A red boat follows a blue boat, a blue boat follows a green boat, and a green boat follows"
+        " a red boat."
+    ),
+    (
+        "On Monday we count the apples, on Tuesday we count the pears, on Wednesday we count the"
+        " apples again."
+    ),
 )
 
 
@@ -68,7 +85,9 @@ def assay_one(engine: ServerEngine, request: Request) -> dict[str, Any]:
 
 
 def with_histograms(engine: ServerEngine, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run `work`, which sends one request, and add what the server's own histograms say about that request."""
+    """Run `work`, which sends one request, and add what the server's own histograms say about that
+    request.
+    """
     load = os.getloadavg()[0]
     before = engine.metrics()
     found = work()
@@ -116,11 +135,20 @@ def plain_case(model: Path, arguments: argparse.Namespace, keep: Keep) -> None:
         engine.stream(requests[0])
         bench.one(requests[0])
         for run in range(arguments.runs):
-            pairs = [pair(engine, bench, request, run + index) for index, request in enumerate(requests)]
+            pairs = [
+                pair(engine, bench, request, run + index) for index, request in enumerate(requests)
+            ]
             runs.append({name: [each[name] for each in pairs] for name in ("assay", "bench")})
             runs[-1]["same_texts"] = [each["same_text"] for each in pairs]
             keep("plain", runs)
-            print("plain", run, _line(runs[-1]["assay"]), "| bench", _line(runs[-1]["bench"]), flush=True)
+            print(
+                "plain",
+                run,
+                _line(runs[-1]["assay"]),
+                "| bench",
+                _line(runs[-1]["bench"]),
+                flush=True,
+            )
 
 
 def pair(engine: ServerEngine, bench: BenchServe, request: Request, turn: int) -> dict[str, Any]:
@@ -130,7 +158,8 @@ def pair(engine: ServerEngine, bench: BenchServe, request: Request, turn: int) -
         ("bench", lambda: bench.one(request)),
     ]
     found: dict[str, Any] = {
-        name: with_histograms(engine, work) for name, work in (clients if turn % 2 == 0 else clients[::-1])
+        name: with_histograms(engine, work)
+        for name, work in (clients if turn % 2 == 0 else clients[::-1])
     }
     for what in ("tokens", "prompt_tokens"):
         if found["assay"][what] != found["bench"][what]:
@@ -139,19 +168,28 @@ def pair(engine: ServerEngine, bench: BenchServe, request: Request, turn: int) -
 
 
 def speculative_case(model: Path, arguments: argparse.Namespace, keep: Keep) -> None:
-    """assay against the server's histograms where a chunk holds several tokens: greedy copies with n-gram drafts."""
+    """assay against the server's histograms where a chunk holds several tokens: greedy copies with
+    n-gram drafts.
+    """
     requests = [
         Request(
-            messages=(user(f"Repeat this sentence many times: {text}"),), max_tokens=arguments.tokens, ignore_eos=True
+            messages=(user(f"Repeat this sentence many times: {text}"),),
+            max_tokens=arguments.tokens,
+            ignore_eos=True,
         )
         for text in COPIED
     ]
     flags = ["--no-enable-prefix-caching", "--speculative-config", json.dumps(NGRAM)]
     runs: list[dict[str, Any]] = []
-    with vllm_server(model, name="smollm2", extra_args=flags) as server, ServerEngine.connect(server.url) as engine:
+    with (
+        vllm_server(model, name="smollm2", extra_args=flags) as server,
+        ServerEngine.connect(server.url) as engine,
+    ):
         engine.stream(requests[0])
         for run in range(arguments.runs):
-            rows = [with_histograms(engine, partial(assay_one, engine, request)) for request in requests]
+            rows = [
+                with_histograms(engine, partial(assay_one, engine, request)) for request in requests
+            ]
             for row in rows:
                 row.pop("text")
             runs.append({"assay": rows})
@@ -161,14 +199,19 @@ def speculative_case(model: Path, arguments: argparse.Namespace, keep: Keep) -> 
 
 def _line(rows: Sequence[dict[str, Any]]) -> str:
     def mean(figure: str) -> str:
-        own, server = (fmean(1000 * side[figure] for side in (rows, [r["metrics"] for r in rows])[i]) for i in (0, 1))
+        own, server = (
+            fmean(1000 * side[figure] for side in (rows, [r["metrics"] for r in rows])[i])
+            for i in (0, 1)
+        )
         return f"{own:.2f} ms (metrics {server:.2f})"
 
     return f"TTFT {mean('ttft_s')}, TPOT {mean('tpot_s')}, load {rows[0]['loadavg_before']}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--requests", type=int, default=4, help="prompts of one run")
     parser.add_argument("--tokens", type=int, default=96, help="tokens of one answer")
@@ -179,12 +222,19 @@ def main() -> None:
     result: dict[str, Any] = {
         "machine": describe() | {"vllm": VERSION},
         "settings": {
-            "model": "SmolLM2-135M", "runs": arguments.runs, "requests": arguments.requests, "tokens": arguments.tokens,
-            "temperature": TEMPERATURE, "top_p": TOP_P, "seed": SEED, "streams": 1, "ngram": NGRAM,
+            "model": "SmolLM2-135M",
+            "runs": arguments.runs,
+            "requests": arguments.requests,
+            "tokens": arguments.tokens,
+            "temperature": TEMPERATURE,
+            "top_p": TOP_P,
+            "seed": SEED,
+            "streams": 1,
+            "ngram": NGRAM,
         },
         "plain": [],
         "ngram": [],
-    }  # fmt: skip
+    }
 
     def keep(case: str, runs: list[dict[str, Any]]) -> None:
         result[case] = runs

@@ -1,19 +1,27 @@
-"""How often the intervals hold what they promise, and how often a candidate on the margin is accepted by mistake.
+"""How often the intervals hold what they promise, and how often a candidate on the margin is
+accepted by mistake.
 
-    python benchmarks/stats_coverage.py [--experiments 2000] [--sources model|measured|real|contiguous]
+    python benchmarks/stats_coverage.py [--experiments 2000] [--sources
+    model|measured|real|contiguous]
 
 Sources of data, all in windows of 511 tokens:
 
-`measured` the model with the tails of KL that `assay compare` saw on SmolLM2 candidates (spread of log KL 1.2 within windows, at most
+`measured` the model with the tails of KL that `assay compare` saw on SmolLM2 candidates (spread of
+log KL 1.2 within windows, at most
          0.3 between them).
-`real`   whole windows drawn with replacement from those of token_differences.npz (SmolLM2 in bf16 and in 4 bits against
+`real`   whole windows drawn with replacement from those of token_differences.npz (SmolLM2 in bf16
+and in 4 bits against
          float32 on Python's topics); the truth is the mean over all of them.
-`model`  heavy tails and clusters by construction: every window has its own level and its own scale, tokens have
-         Student's t with 3 degrees of freedom (d) or a log-normal with σ = 2 (KL), windows differ in how often top-1 flips.
+`model`  heavy tails and clusters by construction: every window has its own level and its own scale,
+tokens have
+         Student's t with 3 degrees of freedom (d) or a log-normal with σ = 2 (KL), windows differ
+         in how often top-1 flips.
          Its truth is known in closed form.
 
-`contiguous` runs of neighbouring windows of WikiText-2, and windows spread over it as `assay compare` takes them, from the
-         sums by window that `token_differences.py --sums` kept; the truth is the mean over the whole text. Errors by window
+`contiguous` runs of neighbouring windows of WikiText-2, and windows spread over it as `assay
+compare` takes them, from the
+         sums by window that `token_differences.py --sums` kept; the truth is the mean over the
+         whole text. Errors by window
          and by block of up to four neighbours (`assay.fidelity.plan.blocks_of`).
 
 Written to results/stats_coverage.{json,md}; rows of the sources that are not run again are kept.
@@ -34,7 +42,14 @@ from pathlib import Path
 import numpy as np
 
 from assay.fidelity.plan import Cut, blocks_of, places_of
-from assay.stats import Interval, Resampling, bootstrap_quantiles, cluster_proportion, cluster_ratio, resampled_counts
+from assay.stats import (
+    Interval,
+    Resampling,
+    bootstrap_quantiles,
+    cluster_proportion,
+    cluster_ratio,
+    resampled_counts,
+)
 from assay.stats.equivalence import Grade, judge
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,7 +60,9 @@ SEED = 20261128
 
 @dataclass(frozen=True)
 class Source:
-    """Where windows come from: `draw(rng, G)` gives [G, TOKENS] values; `truth` is their mean, `median` and `p99` quantiles."""
+    """Where windows come from: `draw(rng, G)` gives [G, TOKENS] values; `truth` is their mean,
+    `median` and `p99` quantiles.
+    """
 
     name: str
     draw: Callable[[np.random.Generator, int], np.ndarray]
@@ -73,7 +90,9 @@ def real_sources() -> Iterator[tuple[str, Source]]:
 
 
 def model_d(mean: float) -> Source:
-    """Differences of NLL: window level N(mean, 0.01²), window scale log-normal, tokens t₃ of scale 0.1."""
+    """Differences of NLL: window level N(mean, 0.01²), window scale log-normal, tokens t₃ of scale
+    0.1.
+    """
 
     def draw(rng: np.random.Generator, g: int) -> np.ndarray:
         level = mean + 0.01 * rng.standard_normal((g, 1))
@@ -93,7 +112,9 @@ def model_kl(name: str, level_sd: float, token_sd: float) -> Source:
         level = location + level_sd * rng.standard_normal((g, 1))
         return np.exp(level + token_sd * rng.standard_normal((g, TOKENS)))
 
-    return Source(name, draw, truth, math.exp(location), math.exp(location + 2.3263478740408408 * spread))
+    return Source(
+        name, draw, truth, math.exp(location), math.exp(location + 2.3263478740408408 * spread)
+    )
 
 
 def model_top1(rate: float, concentration: float = 300.0) -> Source:
@@ -116,7 +137,8 @@ def percentile_ratio(sums: np.ndarray, weights: np.ndarray, resampling: Resampli
 def studentised_ratio(
     sums: np.ndarray, weights: np.ndarray, resampling: Resampling, confidence: float = 0.95
 ) -> Interval:
-    """Bootstrap-t (Efron and Tibshirani 1993, ch. 12): [R − t*_hi · SE, R − t*_lo · SE], t* = (R* − R) / SE*, SE by CR1.
+    """Bootstrap-t (Efron and Tibshirani 1993, ch. 12): [R − t*_hi · SE, R − t*_lo · SE], t* = (R* −
+    R) / SE*, SE by CR1.
 
     Draws without spread have no t* and are left out; where none has, the interval is infinite.
     """
@@ -134,7 +156,9 @@ def studentised_ratio(
     if t.size == 0:
         return Interval(estimate.value, -math.inf, math.inf)
     lo, hi = np.quantile(t, [tail, 1 - tail], method="inverted_cdf")
-    return Interval(estimate.value, estimate.value - hi * estimate.se, estimate.value - lo * estimate.se)
+    return Interval(
+        estimate.value, estimate.value - hi * estimate.se, estimate.value - lo * estimate.se
+    )
 
 
 def interval_methods() -> dict[str, Callable[[np.ndarray], Interval]]:
@@ -142,15 +166,23 @@ def interval_methods() -> dict[str, Callable[[np.ndarray], Interval]]:
     resampling = Resampling(500, 1)
     return {
         "CR1, t(G−1)": lambda sums: cluster_ratio(sums, weights[len(sums)]).interval,
-        "bootstrap, percentile": lambda sums: percentile_ratio(sums, weights[len(sums)], resampling),
+        "bootstrap, percentile": lambda sums: percentile_ratio(
+            sums, weights[len(sums)], resampling
+        ),
         "bootstrap-t": lambda sums: studentised_ratio(sums, weights[len(sums)], resampling),
     }
 
 
-def coverage_of_means(metric: str, source: Source, g: int, experiments: int) -> Iterator[dict[str, object]]:
+def coverage_of_means(
+    metric: str, source: Source, g: int, experiments: int
+) -> Iterator[dict[str, object]]:
     methods = interval_methods()
     if metric == "top1":
-        methods = {"CR1, t(G−1)": lambda sums, g=g: cluster_proportion(sums, np.full(g, float(TOKENS))).interval}
+        methods = {
+            "CR1, t(G−1)": lambda sums, g=g: (
+                cluster_proportion(sums, np.full(g, float(TOKENS))).interval
+            )
+        }
     hits = dict.fromkeys(methods, 0)
     misses_above = dict.fromkeys(methods, 0)
     rng = np.random.default_rng([SEED, g])
@@ -176,7 +208,9 @@ def coverage_of_quantiles(source: Source, g: int, experiments: int) -> Iterator[
     rng = np.random.default_rng([SEED, g, 1])
     hits = np.zeros(2)
     for _ in range(experiments):
-        found = bootstrap_quantiles(list(source.draw(rng, g)), [0.5, 0.99], resampling=Resampling(500, 1))
+        found = bootstrap_quantiles(
+            list(source.draw(rng, g)), [0.5, 0.99], resampling=Resampling(500, 1)
+        )
         hits += [source.median in found[0], source.p99 in found[1]]
     for name, hit in zip(("median", "p99"), hits, strict=True):
         yield {
@@ -189,10 +223,13 @@ def coverage_of_quantiles(source: Source, g: int, experiments: int) -> Iterator[
         }
 
 
-def coverage_of_runs(key: str, values: np.ndarray, g: int, experiments: int) -> Iterator[dict[str, object]]:
+def coverage_of_runs(
+    key: str, values: np.ndarray, g: int, experiments: int
+) -> Iterator[dict[str, object]]:
     """How often intervals from g of all windows of a text hold the mean over all of it.
 
-    A spread set is turned round the text by a random offset, so that every experiment has other windows.
+    A spread set is turned round the text by a random offset, so that every experiment has other
+    windows.
     """
     candidate, metric = key.split("/")
     n = len(values)
@@ -203,11 +240,18 @@ def coverage_of_runs(key: str, values: np.ndarray, g: int, experiments: int) -> 
         hits = Counter[str]()
         for offset in rng.integers(0, n, experiments):
             taken = np.sort((places + offset) % n)
-            for how, blocks in (("window", np.arange(g)), ("block", np.array(blocks_of(list(map(int, taken)))))):
+            for how, blocks in (
+                ("window", np.arange(g)),
+                ("block", np.array(blocks_of(list(map(int, taken))))),
+            ):
                 names, index = np.unique(blocks, return_inverse=True)
                 sums = np.bincount(index, values[taken], len(names))
                 weights = np.bincount(index, minlength=len(names)) * float(TOKENS)
-                estimate = cluster_proportion(sums, weights) if metric == "top1" else cluster_ratio(sums, weights)
+                estimate = (
+                    cluster_proportion(sums, weights)
+                    if metric == "top1"
+                    else cluster_ratio(sums, weights)
+                )
                 hits[how] += truth in estimate.interval
         for how in ("window", "block"):
             yield {
@@ -221,7 +265,9 @@ def coverage_of_runs(key: str, values: np.ndarray, g: int, experiments: int) -> 
 
 
 def false_accepts(case: str, g: int, experiments: int) -> Iterator[dict[str, object]]:
-    """Candidates that sit exactly on the margin: +1 %, −1 % of perplexity, 95 % of top-1, or on both."""
+    """Candidates that sit exactly on the margin: +1 %, −1 % of perplexity, 95 % of top-1, or on
+    both.
+    """
     on_top1, good_top1 = model_top1(0.95), model_top1(0.99)
     d, top1 = {
         "perplexity +1 %": (model_d(math.log(1.01)), good_top1),
@@ -268,7 +314,12 @@ def table(rows: list[dict[str, object]], columns: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--experiments", type=int, default=2000)
-    parser.add_argument("--sources", choices=["model", "measured", "real", "contiguous"], nargs="+", default=["model"])
+    parser.add_argument(
+        "--sources",
+        choices=["model", "measured", "real", "contiguous"],
+        nargs="+",
+        default=["model"],
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     count = arguments.experiments
@@ -287,7 +338,11 @@ def main() -> None:
                     _tasks.append(lambda a=(key, data[key], g, count): list(coverage_of_runs(*a)))
     path = RESULTS / "stats_coverage.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    kept = [r for r in before.get("coverage", []) if not r["source"].startswith(tuple(arguments.sources))]
+    kept = [
+        r
+        for r in before.get("coverage", [])
+        if not r["source"].startswith(tuple(arguments.sources))
+    ]
     for metric, source in sources:
         for g in WINDOWS:
             _tasks.append(lambda a=(metric, source, g, count): list(coverage_of_means(*a)))
@@ -304,9 +359,10 @@ def main() -> None:
     result = {"seed": SEED, "tokens": TOKENS, "coverage": rows, "false_accepts": accepts}
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     text = (
-        "# Coverage of nominal 95 % intervals, and false accepts\n\n"
-        f"`python benchmarks/stats_coverage.py --experiments {count}`, seed {SEED}, windows of {TOKENS} tokens. The error of a share "
-        f"near 95 % over {count} experiments is ± {196 * math.sqrt(0.95 * 0.05 / count):.1f} points.\n\n"
+        "# Coverage of nominal 95 % intervals, and false accepts\n\n`python"
+        f" benchmarks/stats_coverage.py --experiments {count}`, seed {SEED}, windows of {TOKENS}"
+        f" tokens. The error of a share near 95 % over {count} experiments is ±"
+        f" {196 * math.sqrt(0.95 * 0.05 / count):.1f} points.\n\n"
         + table(rows, ["metric", "source", "windows", "method", "coverage", "truth_above"])
         + "\n\nCandidates on the margin (true grade not better than the border of ACCEPT):\n\n"
         + table(accepts, ["case", "windows", "accepted", "inconclusive"])

@@ -1,7 +1,8 @@
-"""Salads made from legitimate text: pieces of many words, shuffled words, function words, scripts mixed at random.
+"""Salads made from legitimate text: pieces of many words, shuffled words, function words, scripts
+mixed at random.
 
-They widen what the salad weights are fitted on beyond the vocabularies of the few models that can be broken on a
-laptop. Only texts of the tune half are cut up; no synthetic salad is reported on.
+They widen what the salad weights are fitted on beyond the vocabularies of the few models that can
+be broken on a laptop. Only texts of the tune half are cut up; no synthetic salad is reported on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ def salads(texts: Sequence[Legit], count: int = 1600, seed: int = 7) -> Iterator
     english = [t for t in texts if t.category in {"wikitext", "pydoc", "python"}]
     foreign = [t for t in texts if t.category in {"languages", "messages"}]
     pools = {
-        name: _words(rng.sample(group, min(len(group), 400))) for name, group in (("en", english), ("xx", foreign))
+        name: _words(rng.sample(group, min(len(group), 400)))
+        for name, group in (("en", english), ("xx", foreign))
     }
     makers = (
         _any,
@@ -51,9 +53,19 @@ def _words(texts: Sequence[Legit]) -> list[str]:
 
 
 def _any(rng: random.Random, pools: dict[str, list[str]]) -> str:
-    """A soup of any make: how many pieces, marks, capitals, scripts and joints it has is drawn anew each time."""
-    piece, glue, mark = rng.random(), rng.uniform(0, 0.7), rng.choice([0, 0, 0.1, 0.3]) * rng.random()
-    foreign, capital, number = (rng.random() ** 3, rng.random() ** 3 / 2, rng.choice([0, 0, 0.1]) * rng.random())
+    """A soup of any make: how many pieces, marks, capitals, scripts and joints it has is drawn anew
+    each time.
+    """
+    piece, glue, mark = (
+        rng.random(),
+        rng.uniform(0, 0.7),
+        rng.choice([0, 0, 0.1, 0.3]) * rng.random(),
+    )
+    foreign, capital, number = (
+        rng.random() ** 3,
+        rng.random() ** 3 / 2,
+        rng.choice([0, 0, 0.1]) * rng.random(),
+    )
     grammar = rng.choice([0.0, 0.0, 0.1, 0.3]) * rng.random()
     proper = rng.random() < 0.6  # marks stand where a text would have them
     vocabulary: list[str] = []
@@ -99,7 +111,9 @@ def _pieces(rng: random.Random, pools: dict[str, list[str]]) -> str:
 
 
 def _code_pieces(rng: random.Random, pools: dict[str, list[str]]) -> str:
-    """Subwords with the marks and capitals of code between them, as a web-and-code vocabulary throws up."""
+    """Subwords with the marks and capitals of code between them, as a web-and-code vocabulary
+    throws up.
+    """
     marks = [
         "_",
         ".",
@@ -148,11 +162,17 @@ def _digits(rng: random.Random, pools: dict[str, list[str]]) -> str:
 def _letters(rng: random.Random, pools: dict[str, list[str]]) -> str:
     """A sentence that falls apart into single letters with one kind of mark between them."""
     letters = rng.sample("abcdefghijklmnoprstuvwyABCDEFS", rng.randint(3, 8))
-    marks = rng.sample(["'", "'", ",", ".", '"', "#", "-", " ", "(", ")", "/", ":", "_", "*"], rng.randint(1, 4))
+    marks = rng.sample(
+        ["'", "'", ",", ".", '"', "#", "-", " ", "(", ")", "/", ":", "_", "*"], rng.randint(1, 4)
+    )
     words = [rng.choice(pools["en"]) for _ in range(rng.randint(0, 40))]
     tail = []
     for _ in range(rng.randint(40, 200)):
-        piece = rng.choice(letters) if rng.random() < 0.93 else rng.choice([rng.choice(pools["en"]), "10", "0", "\n"])
+        piece = (
+            rng.choice(letters)
+            if rng.random() < 0.93
+            else rng.choice([rng.choice(pools["en"]), "10", "0", "\n"])
+        )
         tail.append(piece + (rng.choice(marks) if rng.random() < 0.9 else ""))
     return " ".join(words) + " " + "".join(tail)
 
@@ -162,8 +182,27 @@ def _codes(rng: random.Random, pools: dict[str, list[str]]) -> str:
     names = []
     for _ in range(rng.randint(4, 14)):
         word = rng.choice(pools["en"])
-        names.append(rng.choice([word.upper(), word[:3].upper(), word.title(), word[:1].upper(), word]))
-    joints = [", ", ", ", ". ", "\n", "-", ".", ",", ": ", " ", " is ", " of ", "\n#", "_", " (", ") ", "'"]
+        names.append(
+            rng.choice([word.upper(), word[:3].upper(), word.title(), word[:1].upper(), word])
+        )
+    joints = [
+        ", ",
+        ", ",
+        ". ",
+        "\n",
+        "-",
+        ".",
+        ",",
+        ": ",
+        " ",
+        " is ",
+        " of ",
+        "\n#",
+        "_",
+        " (",
+        ") ",
+        "'",
+    ]
     out = []
     for _ in range(rng.randint(40, 200)):
         number = str(rng.choice([0, 1, 2, 10, 10, 11, 100, 200, rng.randint(0, 5000)]))
@@ -176,7 +215,9 @@ def _mixed(rng: random.Random, pools: dict[str, list[str]]) -> str:
     out = []
     for _ in range(rng.randint(40, 300)):
         word = rng.choice(pools[rng.choice(["xx", "xx", "en"])])
-        out.append((" " if rng.random() < 0.7 else "") + word + ("\n" if rng.random() < 0.02 else ""))
+        out.append(
+            (" " if rng.random() < 0.7 else "") + word + ("\n" if rng.random() < 0.02 else "")
+        )
     return "".join(out)
 
 
@@ -187,7 +228,25 @@ def _shuffled(rng: random.Random, pools: dict[str, list[str]]) -> str:
 
 def _function(rng: random.Random, pools: dict[str, list[str]]) -> str:
     """Mostly function words and marks."""
-    common = ["the", "of", "and", "a", "in", "to", ".", ",", "is", "I", "that", "for", "on", "it", "as", "with", "or"]
+    common = [
+        "the",
+        "of",
+        "and",
+        "a",
+        "in",
+        "to",
+        ".",
+        ",",
+        "is",
+        "I",
+        "that",
+        "for",
+        "on",
+        "it",
+        "as",
+        "with",
+        "or",
+    ]
     return "".join(
         " " + (rng.choice(common) if rng.random() < 0.7 else rng.choice(pools["en"]))
         for _ in range(rng.randint(40, 200))

@@ -1,10 +1,13 @@
-"""Scoring beside other programs: torch's threads as assay chooses them, and as many as there are cores.
+"""Scoring beside other programs: torch's threads as assay chooses them, and as many as there are
+cores.
 
-    python benchmarks/threads_busy.py [--cpus 0,1] [--busy 0,1] [--repeats 3] [--random] [--out FILE]
+    python benchmarks/threads_busy.py [--cpus 0,1] [--busy 0,1] [--repeats 3] [--random] [--out
+    FILE]
 
-Each row is a process of its own that loads SmolLM2-135M (`--random`: its shape with random weights) and scores 8 windows of 64
-tokens by the prefill and by the decode path, while so many endless loops run on the same cores. Loading is not counted. Give `--cpus`
-to keep process and loops to some cores of a larger machine, which must be quiet otherwise.
+Each row is a process of its own that loads SmolLM2-135M (`--random`: its shape with random weights)
+and scores 8 windows of 64 tokens by the prefill and by the decode path, while so many endless loops
+run on the same cores. Loading is not counted. Give `--cpus` to keep process and loops to some cores
+of a larger machine, which must be quiet otherwise.
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ def row(model: str, way: str, busy: int, cpus: set[int]) -> dict[str, Any]:
         time.sleep(1.0)
         command = [sys.executable, __file__, "--child", model, "--threads", threads]
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | settings
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=1800)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=1800
+        )
     finally:
         for loop in loops:
             loop.kill()
@@ -92,11 +97,20 @@ def main() -> None:
         for repeat in range(arguments.repeats):
             for busy in map(int, arguments.busy.split(",")):
                 for way in WAYS:
-                    rows.append({"repeat": repeat, "load": os.getloadavg()[0], **row(str(model), way, busy, cpus)})
+                    rows.append(
+                        {
+                            "repeat": repeat,
+                            "load": os.getloadavg()[0],
+                            **row(str(model), way, busy, cpus),
+                        }
+                    )
                     print(json.dumps(rows[-1]), flush=True)
     name = "SmolLM2-135M" + (", random weights" if arguments.random else "")
     lines = [
-        f"{name} on {len(cpus)} cores, 8 windows of 64 tokens, seconds (median of {arguments.repeats}).",
+        (
+            f"{name} on {len(cpus)} cores, 8 windows of 64 tokens, seconds (median of"
+            f" {arguments.repeats})."
+        ),
         "",
         "| other programs | threads | used | prefill | decode |",
         "|---|---|---|---|---|",
@@ -106,10 +120,14 @@ def main() -> None:
             own = [r for r in rows if (r["way"], r["busy"]) == (way, busy)]
             used = "/".join(sorted({str(r["threads"]) for r in own}))
             lines.append(
-                f"| {busy} | {way} | {used} | {median(r['prefill'] for r in own):.2f} | {median(r['decode'] for r in own):.2f} |"
+                f"| {busy} | {way} | {used} | {median(r['prefill'] for r in own):.2f} |"
+                f" {median(r['decode'] for r in own):.2f} |"
             )
     arguments.out.write_text(
-        json.dumps({"model": name, "cpus": len(cpus), "rows": rows, "environment": describe()}, indent=1) + "\n"
+        json.dumps(
+            {"model": name, "cpus": len(cpus), "rows": rows, "environment": describe()}, indent=1
+        )
+        + "\n"
     )
     arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
 

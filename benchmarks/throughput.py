@@ -1,18 +1,23 @@
-"""Windows scored a second against a plain prefill of the same windows, with one worker and with two side by side.
+"""Windows scored a second against a plain prefill of the same windows, with one worker and with two
+side by side.
 
-    python benchmarks/throughput.py hf:./model?dtype=float32 --windows 8 --length 256 --threads 1 --out FILE.json
-    python benchmarks/throughput.py 'vllm:./model?max_model_len=1024' --python /path/to/vllm/python --gpus 0,1
+    python benchmarks/throughput.py hf:./model?dtype=float32 --windows 8 --length 256 --threads 1
+    --out FILE.json python benchmarks/throughput.py 'vllm:./model?max_model_len=1024' --python
+    /path/to/vllm/python --gpus 0,1
 
-A worker is a process with an engine of its own; two of them share the windows, as `--ray` shares them. In each round every way runs
-once, every other round in reverse:
+A worker is a process with an engine of its own; two of them share the windows, as `--ray` shares
+them. In each round every way runs once, every other round in reverse:
 
-- *prefill*: the bare forward pass that fills a KV cache and gives the logits of the last token (transformers), or
+- *prefill*: the bare forward pass that fills a KV cache and gives the logits of the last token
+  (transformers), or
   `LLM.generate` with one new token (vLLM);
-- *scored*: what `assay compare` does with a candidate: all statistics of every token over the whole vocabulary, against
+- *scored*: what `assay compare` does with a candidate: all statistics of every token over the whole
+  vocabulary, against
   states of a reference that lie in memory.
 
-Shares and speed-ups are those of one round; the intervals are Student's over the rounds, two-sided 95 %. `processor_s` are the
-seconds of all threads of the workers, which other programs disturb less than the clock. The file is written after every round.
+Shares and speed-ups are those of one round; the intervals are Student's over the rounds, two-sided
+95 %. `processor_s` are the seconds of all threads of the workers, which other programs disturb less
+than the clock. The file is written after every round.
 """
 
 from __future__ import annotations
@@ -38,12 +43,18 @@ GOALS = {"share_of_prefill": 0.5, "speed_up": 1.9}
 
 
 def work(args: argparse.Namespace) -> None:
-    """A worker: loads its engine, then runs `[way, first, last]` of every line it is told, and says what it took."""
+    """A worker: loads its engine, then runs `[way, first, last]` of every line it is told, and says
+    what it took.
+    """
     engine: Any = open_scorer(args.engine)
     windows = windows_of(engine, args.windows, args.length)
     job = ScoreJob(batch=args.batch)
     rows = list(engine.score_windows(windows, job))
-    ways = vllm_ways(engine, rows, job) if args.engine.startswith("vllm:") else hf_ways(engine, rows, job)
+    ways = (
+        vllm_ways(engine, rows, job)
+        if args.engine.startswith("vllm:")
+        else hf_ways(engine, rows, job)
+    )
     print(json.dumps(engine.describe()), flush=True)
     for line in sys.stdin:
         way, lo, hi = json.loads(line)
@@ -65,7 +76,9 @@ def hf_ways(engine: Any, rows: list[StateRows], job: ScoreJob) -> dict[str, Call
     def prefill(windows: list[Window], lo: int) -> None:
         with torch.inference_mode():
             for at in range(0, len(windows), job.batch):
-                ids = torch.tensor([w.tokens[:-1] for w in windows[at : at + job.batch]], device=model.device)
+                ids = torch.tensor(
+                    [w.tokens[:-1] for w in windows[at : at + job.batch]], device=model.device
+                )
                 model(input_ids=ids, use_cache=True, logits_to_keep=1).logits.cpu()
 
     def scored(windows: list[Window], lo: int) -> None:
@@ -85,7 +98,9 @@ def vllm_ways(engine: Any, rows: list[StateRows], job: ScoreJob) -> dict[str, Ca
 
     def prefill(windows: list[Window], lo: int) -> None:
         prompts = [{"prompt_token_ids": list(w.tokens[:-1])} for w in windows]
-        engine.core._llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
+        engine.core._llm.generate(
+            prompts, SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False
+        )
 
     def scored(windows: list[Window], lo: int) -> None:
         list(engine.reduce_windows(windows, iter(kept[lo : lo + len(windows)]), job, STATISTICS))
@@ -97,7 +112,16 @@ class Worker:
     """A process with an engine."""
 
     def __init__(self, args: argparse.Namespace, number: int) -> None:
-        flags = [args.engine, "--worker", "--windows", args.windows, "--length", args.length, "--batch", args.batch]  # fmt: skip
+        flags = [
+            args.engine,
+            "--worker",
+            "--windows",
+            args.windows,
+            "--length",
+            args.length,
+            "--batch",
+            args.batch,
+        ]
         gpus = args.gpus.split(",") if args.gpus else []
         env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if args.threads:
@@ -105,7 +129,11 @@ class Worker:
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
         self.process = subprocess.Popen(
-            [args.python, __file__, *map(str, flags)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+            [args.python, __file__, *map(str, flags)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
         )
         self.facts = self.read()
 
@@ -126,7 +154,9 @@ class Worker:
 
 
 def run(workers: list[Worker], way: str, windows: int) -> dict[str, float]:
-    """All windows by all of these workers: windows a second by the clock, and the seconds of their processors."""
+    """All windows by all of these workers: windows a second by the clock, and the seconds of their
+    processors.
+    """
     cuts = [i * windows // len(workers) for i in range(len(workers) + 1)]
     began = time.perf_counter()
     for worker, lo, hi in zip(workers, cuts, cuts[1:], strict=False):
@@ -147,17 +177,35 @@ def summary(rounds: list[dict[str, Any]], counts: list[int]) -> dict[str, Any]:
         return interval([r[of][key] / r[by][key] for r in rounds])
 
     return {
-        "windows_per_s": {name: interval([r[name]["windows_per_s"] for r in rounds]) for name in rounds[0]},
-        "share_of_prefill": {n: each("windows_per_s", f"scored {n}", f"prefill {n}") for n in counts},
-        "share_of_prefill_by_processor": {n: each("processor_s", f"prefill {n}", f"scored {n}") for n in counts},
-        "speed_up": {way: each("windows_per_s", f"{way} {counts[-1]}", f"{way} {counts[0]}") for way in WAYS} if len(counts) > 1 else None,
-    }  # fmt: skip
+        "windows_per_s": {
+            name: interval([r[name]["windows_per_s"] for r in rounds]) for name in rounds[0]
+        },
+        "share_of_prefill": {
+            n: each("windows_per_s", f"scored {n}", f"prefill {n}") for n in counts
+        },
+        "share_of_prefill_by_processor": {
+            n: each("processor_s", f"prefill {n}", f"scored {n}") for n in counts
+        },
+        "speed_up": {
+            way: each("windows_per_s", f"{way} {counts[-1]}", f"{way} {counts[0]}") for way in WAYS
+        }
+        if len(counts) > 1
+        else None,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("engine")
-    for name, default in (("windows", 8), ("length", 256), ("batch", 4), ("rounds", 6), ("threads", 0)):
+    for name, default in (
+        ("windows", 8),
+        ("length", 256),
+        ("batch", 4),
+        ("rounds", 6),
+        ("threads", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--python", default=sys.executable)

@@ -1,12 +1,14 @@
 """Real per-token differences of SmolLM2 candidates, the material of stats_coverage.py.
 
-Scores the first windows of Python's topics (511 tokens each, prefill) with SmolLM2-135M-Instruct in float32 and with each candidate, and
-keeps d = NLL_candidate − NLL_reference, KL and top-1 agreement of every token:
+Scores the first windows of Python's topics (511 tokens each, prefill) with SmolLM2-135M-Instruct in
+float32 and with each candidate, and keeps d = NLL_candidate − NLL_reference, KL and top-1 agreement
+of every token:
 
-    python benchmarks/token_differences.py [--windows 64] [--device cuda]    # writes benchmarks/results/token_differences.npz
+    python benchmarks/token_differences.py [--windows 64] [--device cuda]    # writes
+    benchmarks/results/token_differences.npz
 
-With `--text FILE --sums OUT.npz` all windows of a text are scored and their sums kept in the order of the text, so that
-stats_coverage.py can see how alike neighbours are.
+With `--text FILE --sums OUT.npz` all windows of a text are scored and their sums kept in the order
+of the text, so that stats_coverage.py can see how alike neighbours are.
 """
 
 from __future__ import annotations
@@ -50,18 +52,30 @@ def main() -> None:
     for name, options in CANDIDATES.items():
         candidate = HfScorer.load(f"hf:{model}?{options}&device={given.device}")
         seen = [
-            window_statistics(ref, cand) for ref, cand in zip(held, candidate.score_windows(windows, job), strict=True)
+            window_statistics(ref, cand)
+            for ref, cand in zip(held, candidate.score_windows(windows, job), strict=True)
         ]
-        arrays[f"{name}/d"] = np.stack([(s.nll_cand - s.nll_ref).cpu().numpy() for s in seen]).astype(np.float16)
+        arrays[f"{name}/d"] = np.stack(
+            [(s.nll_cand - s.nll_ref).cpu().numpy() for s in seen]
+        ).astype(np.float16)
         arrays[f"{name}/kl"] = np.stack([s.kl.cpu().numpy() for s in seen]).astype(np.float16)
         arrays[f"{name}/top1"] = np.stack([s.top1.cpu().numpy() for s in seen])
         candidate.close()
         np.savez_compressed(given.out, **arrays)
-        print(name, *(f"{key} {arrays[key].mean(dtype=np.float64):.5f}" for key in arrays if key.startswith(name)))
+        print(
+            name,
+            *(
+                f"{key} {arrays[key].mean(dtype=np.float64):.5f}"
+                for key in arrays
+                if key.startswith(name)
+            ),
+        )
 
 
 def keep_sums(given: argparse.Namespace) -> None:
-    """Sums of d, KL and equal top-1 of every window of the text, in its order: arrays NAME/d, NAME/kl, NAME/top1."""
+    """Sums of d, KL and equal top-1 of every window of the text, in its order: arrays NAME/d,
+    NAME/kl, NAME/top1.
+    """
     model = build_smollm2()
     with closing(HfScorer.load(f"hf:{model}?dtype=float32&device={given.device}")) as reference:
         ids = reference.tokenizer.encode(read_text(given.text).text)
@@ -75,14 +89,21 @@ def keep_sums(given: argparse.Namespace) -> None:
                 rows = [
                     (float((s.nll_cand - s.nll_ref).sum()), float(s.kl.sum()), float(s.top1.sum()))
                     for ref, cand in zip(
-                        reference.score_windows(windows, job), candidate.score_windows(windows, job), strict=True
+                        reference.score_windows(windows, job),
+                        candidate.score_windows(windows, job),
+                        strict=True,
                     )
                     for s in [window_statistics(ref, cand)]
                 ]
             for column, values in zip(("d", "kl", "top1"), np.array(rows)[order].T, strict=True):
                 arrays[f"{name}/{column}"] = values
             np.savez_compressed(given.sums, **arrays)
-            print(name, len(rows), "windows", *(f"{v.sum() / 511 / len(rows):.5f}" for v in np.array(rows).T[:, None]))
+            print(
+                name,
+                len(rows),
+                "windows",
+                *(f"{v.sum() / 511 / len(rows):.5f}" for v in np.array(rows).T[:, None]),
+            )
 
 
 if __name__ == "__main__":

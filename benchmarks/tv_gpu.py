@@ -1,10 +1,12 @@
-"""Total variation and the other statistics of a row on a real GPU: the fused kernel beside plain torch and float64.
+"""Total variation and the other statistics of a row on a real GPU: the fused kernel beside plain
+torch and float64.
 
     python benchmarks/tv_gpu.py [--out benchmarks/results/tv_gpu.json]
 
-For every vocabulary and pair of types: the largest difference of total variation from float64's, of the kernel and of torch, over
-rows whose sides differ by noise of several sizes; whether `assay.fidelity.metrics_gpu` takes the kernel; and the time of both on
-1,024 rows. Exits 1 where the kernel is further from float64 than 1e-5.
+For every vocabulary and pair of types: the largest difference of total variation from float64's, of
+the kernel and of torch, over rows whose sides differ by noise of several sizes; whether
+`assay.fidelity.metrics_gpu` takes the kernel; and the time of both on 1,024 rows. Exits 1 where the
+kernel is further from float64 than 1e-5.
 """
 
 from __future__ import annotations
@@ -25,17 +27,29 @@ from assay.fidelity.metrics import RowSums, _stacked_sums, _statistics
 from assay.fidelity.metrics_gpu import fused_row_sums, same_by_both
 
 VOCABULARIES = (1, 700, 2049, 49_152, 151_936, 262_144)
-TYPES = ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.float32))
+TYPES = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+)
 NOISES = (0.0, 1e-3, 0.05, 1.0)
 BOUND = 1e-5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "tv_gpu.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "tv_gpu.json"
+    )
     out = parser.parse_args().out
     rows = [row(vocab, *types) for vocab in VOCABULARIES for types in TYPES]
-    found = {"machine": describe() | {"gpu": torch.cuda.get_device_name()}, "noises": NOISES, "rows": rows}
+    found = {
+        "machine": describe() | {"gpu": torch.cuda.get_device_name()},
+        "noises": NOISES,
+        "rows": rows,
+    }
     out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     worst = max(r["kernel_from_float64"] for r in rows)
     print(f"{len(rows)} rows, total variation of the kernel at most {worst:.2g} from float64")
@@ -53,7 +67,10 @@ def row(vocab: int, own: torch.dtype, other: torch.dtype) -> dict[str, Any]:
     p, q = (x.double().softmax(-1) for x in (ref, cand))
     exact = (p - q).abs().sum(-1) / 2
     ways = {"kernel": fused_row_sums, "torch": _stacked_sums}
-    far = {name: float((tv(way(ref, cand, gold)) - exact.cpu()).abs().max()) for name, way in ways.items()}
+    far = {
+        name: float((tv(way(ref, cand, gold)) - exact.cpu()).abs().max())
+        for name, way in ways.items()
+    }
     many = [x.repeat(max(1, 1024 // len(x)), 1) for x in (ref, cand)]
     ids = gold.repeat(max(1, 1024 // len(gold)))
     return {

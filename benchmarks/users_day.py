@@ -1,16 +1,19 @@
-"""A serving engineer's day with Qwen2.5-Coder-0.5B on a CPU: every verb as it is typed, its time and its verdict.
+"""A serving engineer's day with Qwen2.5-Coder-0.5B on a CPU: every verb as it is typed, its time
+and its verdict.
 
     python benchmarks/users_day.py [VERB ...] [--out FILE] [--busy N] [--old SRC] [--minutes M]
     python benchmarks/users_day.py --collect FOLDER
     python benchmarks/users_day.py --page
 
-Verbs are compare, kv-eval, sweep, sweep-smollm2, calibrate, gap, verify, threads (a small comparison beside a busy program), and server (starts
-vLLM's CPU build, then check --quick and spec URL).
-Each is a process of its own with an empty cache, and adds its rows to the results file. A row says how many of the cores that this
-process may run on (`taskset -c 24,25` for two of a larger machine) other programs used meanwhile. `--busy N` runs N endless loops on
-them, `--old SRC` the same jobs with the sources of version 0.1.0 (`git archive ba7355e src`).
-`--collect` takes reports that were written on a GPU (NAME.json beside times.txt, lines of `NAME: exit 0, 41 s, …`), and rows of pairs
-of cores (quiet_*.json, busy_*.json, old_*.json); `--page` writes the tables of docs/recipes.md from the kept results.
+Verbs are compare, kv-eval, sweep, sweep-smollm2, calibrate, gap, verify, threads (a small
+comparison beside a busy program), and server (starts vLLM's CPU build, then check --quick and spec
+URL). Each is a process of its own with an empty cache, and adds its rows to the results file. A row
+says how many of the cores that this process may run on (`taskset -c 24,25` for two of a larger
+machine) other programs used meanwhile. `--busy N` runs N endless loops on them, `--old SRC` the
+same jobs with the sources of version 0.1.0 (`git archive ba7355e src`). `--collect` takes reports
+that were written on a GPU (NAME.json beside times.txt, lines of `NAME: exit 0, 41 s, …`), and rows
+of pairs of cores (quiet_*.json, busy_*.json, old_*.json); `--page` writes the tables of
+docs/recipes.md from the kept results.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ BEFORE = {
     "compare 8 × 64": "SmolLM2: 15 s with one thread",
     "compare 8 × 64 beside a busy program": "SmolLM2: over 240 s",
 }
-"""What a newcomer saw with version 0.1.0 (commit ba7355e), the same model and two busy cores; other sizes where none are named."""
+"""What a newcomer saw with version 0.1.0 (commit ba7355e), the same model and two busy cores; other
+sizes where none are named.
+"""
 
 
 sources, deadline = "", float("inf")
@@ -62,7 +67,9 @@ def run(name: str, *arguments: str, limit: float = 840) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         settings = {**os.environ, "ASSAY_CACHE": cache, "OMP_WAIT_POLICY": "PASSIVE"}
         if sources:
-            settings["PYTHONPATH"] = os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH"))))
+            settings["PYTHONPATH"] = os.pathsep.join(
+                filter(None, (sources, os.environ.get("PYTHONPATH")))
+            )
         process = subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, stderr=sys.stderr)
         try:
             out, _ = process.communicate(timeout=max(1.0, min(limit, deadline - time.monotonic())))
@@ -74,21 +81,34 @@ def run(name: str, *arguments: str, limit: float = 840) -> dict[str, Any]:
                 process.kill()
                 out, _ = process.communicate()
     seconds = time.monotonic() - began
-    others = {"others": round((used() - before) / seconds, 2), "cores": len(os.sched_getaffinity(0))}
+    others = {
+        "others": round((used() - before) / seconds, 2),
+        "cores": len(os.sched_getaffinity(0)),
+    }
     try:
         row = row_of(name, json.loads(out), seconds)
     except ValueError:  # killed, or a version that prints nothing where it is interrupted
-        row = {"job": name, "seconds": round(seconds, 1), "exit_code": 130, "verdict": None, "findings": []}
+        row = {
+            "job": name,
+            "seconds": round(seconds, 1),
+            "exit_code": 130,
+            "verdict": None,
+            "findings": [],
+        }
     return row | others | {"load": round(load, 1), "load_after": round(os.getloadavg()[0], 1)}
 
 
 def used() -> float:
-    """Seconds in which other programs than this one and its children used the cores that it may run on, since the start of the system."""
+    """Seconds in which other programs than this one and its children used the cores that it may run
+    on, since the start of the system.
+    """
     total, own = 0.0, os.sched_getaffinity(0)
     for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines():
         name, *columns = line.split()
         if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in own:
-            total += sum(int(columns[i]) for i in (0, 1, 2, 5, 6, 7))  # all but idle and waiting for a disk
+            total += sum(
+                int(columns[i]) for i in (0, 1, 2, 5, 6, 7)
+            )  # all but idle and waiting for a disk
     times = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return total / os.sysconf("SC_CLK_TCK") - sum(t.ru_utime + t.ru_stime for t in times)
 
@@ -148,11 +168,23 @@ def server(model: str) -> list[dict[str, Any]]:
     """Start vLLM with n-gram speculation; check it, then judge its speculation."""
     from assay.demo import vllm_server
 
-    speculation = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4})
+    speculation = json.dumps(
+        {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    )
     began = time.monotonic()
-    with vllm_server(Path(model), name="qwen", extra_args=("--speculative-config", speculation)) as running:
-        starting = {"job": "start vLLM", "seconds": round(time.monotonic() - began, 1), "load": os.getloadavg()[0]}
-        return [starting, run("check --quick", "check", running.url, "--quick"), run("spec URL", "spec", running.url)]
+    with vllm_server(
+        Path(model), name="qwen", extra_args=("--speculative-config", speculation)
+    ) as running:
+        starting = {
+            "job": "start vLLM",
+            "seconds": round(time.monotonic() - began, 1),
+            "load": os.getloadavg()[0],
+        }
+        return [
+            starting,
+            run("check --quick", "check", running.url, "--quick"),
+            run("spec URL", "spec", running.url),
+        ]
 
 
 GPU_JOBS = {
@@ -173,7 +205,11 @@ GPU_JOBS = {
 
 def collect(folder: Path) -> None:
     """Keep what another machine measured."""
-    took = dict(re.findall(r"^(\w+): exit \d+, (\d+) s", (folder / "times.txt").read_text(encoding="utf-8"), re.M))
+    took = dict(
+        re.findall(
+            r"^(\w+): exit \d+, (\d+) s", (folder / "times.txt").read_text(encoding="utf-8"), re.M
+        )
+    )
     bodies = {
         name: body
         for name in took.keys() & GPU_JOBS.keys()
@@ -182,15 +218,26 @@ def collect(folder: Path) -> None:
         and body["verdict"] != "error"
     }
     if bodies:
-        rows = [row_of(GPU_JOBS[name], body, float(took[name])) for name, body in sorted(bodies.items())]
-        environment = bodies[max(bodies, key=lambda name: bool(bodies[name]["environment"].get("gpu")))]["environment"]
+        rows = [
+            row_of(GPU_JOBS[name], body, float(took[name])) for name, body in sorted(bodies.items())
+        ]
+        environment = bodies[
+            max(bodies, key=lambda name: bool(bodies[name]["environment"].get("gpu")))
+        ]["environment"]
         kept = {"rows": rows, "model": "Qwen2.5-Coder-1.5B-Instruct", "environment": environment}
-        (RESULTS / "users_day_gpu.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+        (RESULTS / "users_day_gpu.json").write_text(
+            json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
+        )
     for kind in ("quiet", "busy", "old"):
-        days = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{kind}_*.json"))]
+        days = [
+            json.loads(path.read_text(encoding="utf-8"))
+            for path in sorted(folder.glob(f"{kind}_*.json"))
+        ]
         if days:
             kept = days[0] | {"rows": [row for day in days for row in day["rows"]]}
-            (RESULTS / f"users_day_pair_{kind}.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+            (RESULTS / f"users_day_pair_{kind}.json").write_text(
+                json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
+            )
 
 
 # The tables of docs/recipes.md.
@@ -211,13 +258,18 @@ BEGIN_WITH = {
     ),
     "fp8": ("fp8", "models"),
 }
-"""Column of the table: the codec as the results write it, and the kind of results that hold it on WikiText-2."""
+"""Column of the table: the codec as the results write it, and the kind of results that hold it on
+WikiText-2.
+"""
 
 
 def filled(page: str) -> str:
     """The page with its tables written anew."""
     for name, table in (("day", day_table), ("gpu", gpu_table), ("families", families_table)):
-        begin, end = f"<!-- {name}: written by benchmarks/users_day.py --page -->", f"<!-- end of {name} -->"
+        begin, end = (
+            f"<!-- {name}: written by benchmarks/users_day.py --page -->",
+            f"<!-- end of {name} -->",
+        )
         before, _, rest = page.partition(begin)
         _, mark, after = rest.partition(end)
         if not mark:
@@ -239,12 +291,22 @@ def day_table() -> str:
     """What each job took before, on busy cores now, and on a pair of cores of a larger machine."""
     days = {column: _day(f"{name}.json") for column, name in DAYS.items()}
     days = {column: rows for column, rows in days.items() if rows}
-    lines = [f"| job | 0.1.0, busy | {' | '.join(days)} | came to |", "|---" * (3 + len(days)) + "|"]
+    lines = [
+        f"| job | 0.1.0, busy | {' | '.join(days)} | came to |",
+        "|---" * (3 + len(days)) + "|",
+    ]
     for job, before in BEFORE.items():
         own = [rows.get(job) for rows in days.values()]
         if any(own):
-            rows = [row for column in ("pair", "busy", "pair, 2 loops") if (row := days.get(column, {}).get(job))]
-            last = min(rows or filter(None, own), key=lambda row: row["exit_code"] == 130 or _too_small(row))
+            rows = [
+                row
+                for column in ("pair", "busy", "pair, 2 loops")
+                if (row := days.get(column, {}).get(job))
+            ]
+            last = min(
+                rows or filter(None, own),
+                key=lambda row: row["exit_code"] == 130 or _too_small(row),
+            )
             lines.append(f"| `{job}` | {before} | {' | '.join(map(_took, own))} | {_came(last)} |")
     return "\n".join(lines)
 
@@ -255,7 +317,11 @@ def _took(row: dict[str, Any] | None) -> str:
     took = f"over {row['seconds']:.0f} s" if row["exit_code"] == 130 else f"{row['seconds']:.0f} s"
     took = f"budget too small, told after {took}" if _too_small(row) else took
     others = (
-        f"load {row['load']}" if "others" not in row else f"others {row['others']:.1f}" if row["others"] >= 0.1 else ""
+        f"load {row['load']}"
+        if "others" not in row
+        else f"others {row['others']:.1f}"
+        if row["others"] >= 0.1
+        else ""
     )
     return took + (f" ({others})" if others else "")
 
@@ -283,11 +349,15 @@ def _came(row: dict[str, Any]) -> str:
 
 def _day(name: str) -> dict[str, dict[str, Any]]:
     path = RESULTS / name
-    return {row["job"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    return (
+        {row["job"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    )
 
 
 def families_table() -> str:
-    """What codecs to begin with came to on each family: WikiText-2, then on how many of the other texts the grade is ACCEPT."""
+    """What codecs to begin with came to on each family: WikiText-2, then on how many of the other
+    texts the grade is ACCEPT.
+    """
     lines = [
         "| family | " + " | ".join(f"`{name}`" for name in BEGIN_WITH) + " |",
         "|---" * (1 + len(BEGIN_WITH)) + "|",
@@ -300,7 +370,9 @@ def families_table() -> str:
             wide = [r["grade"] for r in kinds["wide"] if r["codec"] == codec]
             others = f"; {wide.count('ACCEPT')} of {len(wide)} other texts" if wide else ""
             cells.append(
-                f"{row['grade']}, {row['bytes']['ratio']:.2f}×, KL {row['kld']['mean']:.4f}{others}" if row else "–"
+                f"{row['grade']}, {row['bytes']['ratio']:.2f}×, KL {row['kld']['mean']:.4f}{others}"
+                if row
+                else "–"
             )
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -312,30 +384,62 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    verbs = ["verify", "server", "compare", "kv-eval", "sweep", "sweep-smollm2", "calibrate", "gap", "threads"]
+    verbs = [
+        "verify",
+        "server",
+        "compare",
+        "kv-eval",
+        "sweep",
+        "sweep-smollm2",
+        "calibrate",
+        "gap",
+        "threads",
+    ]
     parser.add_argument("verbs", nargs="*", default=verbs)
     parser.add_argument("--out", type=Path, default=RESULTS / "users_day.json")
     parser.add_argument("--collect", type=Path, help="folder of reports from another machine")
-    parser.add_argument("--gap-minutes", type=float, help="budget of gap, where there is less time than its 10 minutes")
+    parser.add_argument(
+        "--gap-minutes",
+        type=float,
+        help="budget of gap, where there is less time than its 10 minutes",
+    )
     parser.add_argument("--busy", type=int, default=0, help="endless loops on the same cores")
     parser.add_argument("--old", default="", help="sources of version 0.1.0")
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="interrupt what runs after so long, and begin nothing"
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="interrupt what runs after so long, and begin nothing",
     )
-    parser.add_argument("--page", action="store_true", help="write the tables of docs/recipes.md, and measure nothing")
+    parser.add_argument(
+        "--page",
+        action="store_true",
+        help="write the tables of docs/recipes.md, and measure nothing",
+    )
     arguments = parser.parse_args()
     model = str(build_qwen05())
     int8 = f"hf:{model}?weights=int(bits=8)"
     gap_budget = ["--budget", f"{arguments.gap_minutes:g}"] if arguments.gap_minutes else []
     codecs = [word for spec in SWEPT for word in ("--codec", spec)]
-    tables = ["--text", str(PAGE.parent / "*.md"), "--out", str(Path(tempfile.mkdtemp()) / "tables")]
+    tables = [
+        "--text",
+        str(PAGE.parent / "*.md"),
+        "--out",
+        str(Path(tempfile.mkdtemp()) / "tables"),
+    ]
     jobs = {
         "compare": lambda: [run("compare --quick", "compare", f"hf:{model}", int8, "--quick")],
-        "kv-eval": lambda: [run("kv eval --quick", "kv", "eval", model, "--codec", "fp8", "--quick")],
-        "gap": lambda: [run("gap --quick", "gap", f"hf:{model}", int8, "--codec", "fp8", "--quick", *gap_budget)],
+        "kv-eval": lambda: [
+            run("kv eval --quick", "kv", "eval", model, "--codec", "fp8", "--quick")
+        ],
+        "gap": lambda: [
+            run("gap --quick", "gap", f"hf:{model}", int8, "--codec", "fp8", "--quick", *gap_budget)
+        ],
         "sweep": lambda: [run("kv sweep --quick", "kv", "sweep", model, *codecs, "--quick")],
         "sweep-smollm2": lambda: [
-            run("kv sweep --quick, SmolLM2", "kv", "sweep", str(build_smollm2()), *codecs, "--quick")
+            run(
+                "kv sweep --quick, SmolLM2", "kv", "sweep", str(build_smollm2()), *codecs, "--quick"
+            )
         ],
         "calibrate": lambda: [run("kv calibrate", "kv", "calibrate", model, *tables)],
         "threads": threads,
@@ -355,13 +459,38 @@ def main() -> None:
         few = ["--windows", "8", "--length", "256"]
         jobs |= {
             "compare": lambda: [
-                run("compare --quick", "compare", f"hf:{model}", int8, "--windows", "16", "--length", "256", limit=480)
+                run(
+                    "compare --quick",
+                    "compare",
+                    f"hf:{model}",
+                    int8,
+                    "--windows",
+                    "16",
+                    "--length",
+                    "256",
+                    limit=480,
+                )
             ],
-            "kv-eval": lambda: [run("kv eval --quick", "kv", "eval", model, "--codec", "fp8", *few, limit=480)],
+            "kv-eval": lambda: [
+                run("kv eval --quick", "kv", "eval", model, "--codec", "fp8", *few, limit=480)
+            ],
             "sweep": lambda: [
-                run("kv sweep --quick", "kv", "sweep", model, *codecs, "--windows", "4", "--length", "256", limit=480)
+                run(
+                    "kv sweep --quick",
+                    "kv",
+                    "sweep",
+                    model,
+                    *codecs,
+                    "--windows",
+                    "4",
+                    "--length",
+                    "256",
+                    limit=480,
+                )
             ],
-            "gap": lambda: [run("gap --quick", "gap", f"hf:{model}", int8, "--codec", "fp8", "--quick")],
+            "gap": lambda: [
+                run("gap --quick", "gap", f"hf:{model}", int8, "--codec", "fp8", "--quick")
+            ],
         }
     for verb in arguments.verbs:
         if time.monotonic() > deadline - 20:
@@ -381,7 +510,11 @@ def main() -> None:
             known["commit"] = "ba7355e"
         arguments.out.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
         for row in rows:
-            print(json.dumps({k: row.get(k) for k in ("job", "seconds", "exit_code", "verdict", "load")}))
+            print(
+                json.dumps(
+                    {k: row.get(k) for k in ("job", "seconds", "exit_code", "verdict", "load")}
+                )
+            )
 
 
 if __name__ == "__main__":

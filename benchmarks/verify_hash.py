@@ -1,11 +1,13 @@
-"""Hash throughput of `assay verify` against OpenSSL's own sha256 over all cores, and what a second run costs.
+"""Hash throughput of `assay verify` against OpenSSL's own sha256 over all cores, and what a second
+run costs.
 
     python benchmarks/verify_hash.py [GIB [RUNS [PAIRED]]]
 
-Twelve files of GIB / 12 each, of which the first PAIRED (all by default) are hashed by both (sparse: their zeros come from memory, so that the disk is out of the comparison; sha256
-takes the same time for every byte). OpenSSL runs as `openssl dgst -sha256`, one process a file, as many at once as there
-are cores. Both take turns; the ratio is that of each pair. Then a warm run: the digests are remembered. Writes
-results/verify_hash.json.
+Twelve files of GIB / 12 each, of which the first PAIRED (all by default) are hashed by both
+(sparse: their zeros come from memory, so that the disk is out of the comparison; sha256 takes the
+same time for every byte). OpenSSL runs as `openssl dgst -sha256`, one process a file, as many at
+once as there are cores. Both take turns; the ratio is that of each pair. Then a warm run: the
+digests are remembered. Writes results/verify_hash.json.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def write(folder: Path, total: int) -> list[Path]:
 
 
 def cpu() -> float:
-    """CPU seconds of this process and its children: what the work takes on a machine that does nothing else."""
+    """CPU seconds of this process and its children: what the work takes on a machine that does
+    nothing else.
+    """
     return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
@@ -52,7 +56,9 @@ def by_openssl(paths: list[Path]) -> tuple[float, dict[str, str]]:
         input="\n".join(map(str, paths)), capture_output=True, text=True, check=True,
     )  # fmt: skip
     seconds = time.perf_counter() - began
-    return seconds, {Path(line.split("*")[1]).name: line.split()[0] for line in done.stdout.splitlines()}
+    return seconds, {
+        Path(line.split("*")[1]).name: line.split()[0] for line in done.stdout.splitlines()
+    }
 
 
 def by_assay(paths: list[Path]) -> tuple[float, dict[str, str]]:
@@ -73,8 +79,12 @@ def second_run(folder: Path, cache: Path) -> dict[str, Any]:
     options = VerifyOptions(allow_unverified=True, cache_file=cache, hashing="all")
     cold = verify(str(folder), options)
     warm = [verify(str(folder), options) for _ in range(5)]
-    assert all(w.results["bytes"]["from_cache"] == cold.results["bytes"]["hashed"] - 2 for w in warm)
-    assert [f["sha256"] for f in warm[0].results["files"]] == [f["sha256"] for f in cold.results["files"]]
+    assert all(
+        w.results["bytes"]["from_cache"] == cold.results["bytes"]["hashed"] - 2 for w in warm
+    )
+    assert [f["sha256"] for f in warm[0].results["files"]] == [
+        f["sha256"] for f in cold.results["files"]
+    ]
     seconds = [w.results["seconds"]["files"] for w in warm]
     first = cold.results["seconds"]["files"]
     return {
@@ -104,14 +114,24 @@ def main() -> None:
     size = total // FILES * paired
     ratios = [t / m for (t, _), (m, _) in zip(theirs, mine, strict=True)]
     result = {
-        "paired_bytes": size, "paired_files": paired, "second_run_bytes": total // FILES * FILES, "runs": runs, "cores": os.cpu_count(),
+        "paired_bytes": size,
+        "paired_files": paired,
+        "second_run_bytes": total // FILES * FILES,
+        "runs": runs,
+        "cores": os.cpu_count(),
         "openssl_gb_per_s": spread([size / s / 1e9 for s, _ in theirs]),
         "assay_gb_per_s": spread([size / s / 1e9 for s, _ in mine]),
-        "assay_to_openssl": spread(ratios), "goal_ratio": 0.95,
-        "openssl_cpu_s": spread(their_cpu), "assay_cpu_s": spread(my_cpu), "second_run": again,
-        "openssl": subprocess.run(["openssl", "version"], capture_output=True, text=True, check=True).stdout.strip(),
-        "python": platform.python_version(), "load": os.getloadavg()[0],
-    }  # fmt: skip
+        "assay_to_openssl": spread(ratios),
+        "goal_ratio": 0.95,
+        "openssl_cpu_s": spread(their_cpu),
+        "assay_cpu_s": spread(my_cpu),
+        "second_run": again,
+        "openssl": subprocess.run(
+            ["openssl", "version"], capture_output=True, text=True, check=True
+        ).stdout.strip(),
+        "python": platform.python_version(),
+        "load": os.getloadavg()[0],
+    }
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 

@@ -1,10 +1,12 @@
-"""How long do 200 shards of headers take: a model of more than a terabyte, as sparse files, without --values?
+"""How long do 200 shards of headers take: a model of more than a terabyte, as sparse files, without
+--values?
 
     python benchmarks/verify_headers.py [RUNS]
 
-The names, shapes and sizes are those of DeepSeek-V3 in bfloat16 (45,000 tensors), spread over 200 shards with their
-index, and a tokenizer of 128,000 tokens. Bodies are holes: nothing of them may be read. Timed is the whole command, start
-of Python included, and the stages as `results.seconds` gives them. Writes results/verify_headers.json.
+The names, shapes and sizes are those of DeepSeek-V3 in bfloat16 (45,000 tensors), spread over 200
+shards with their index, and a tokenizer of 128,000 tokens. Bodies are holes: nothing of them may be
+read. Timed is the whole command, start of Python included, and the stages as `results.seconds`
+gives them. Writes results/verify_headers.json.
 """
 
 from __future__ import annotations
@@ -28,13 +30,30 @@ from assay.checkpoint.subject import Checkpoint
 RESULTS = Path(__file__).parent / "results" / "verify_headers.json"
 SHARDS, VOCABULARY = 200, 129_280
 CONFIG: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16",
-    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
-    "first_k_dense_replace": 3, "vocab_size": VOCABULARY, "tie_word_embeddings": False, "bos_token_id": 0,
-    "eos_token_id": 1, "max_position_embeddings": 4096, "rope_theta": 10000,
-}  # fmt: skip
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000,
+}
 
 
 def write(folder: Path) -> tuple[int, int]:
@@ -65,7 +84,11 @@ def write(folder: Path) -> tuple[int, int]:
         "generation_config.json": {"bos_token_id": 0, "eos_token_id": 1, "temperature": 0.6},
         "tokenizer.json": {
             "added_tokens": [],
-            "model": {"type": "BPE", "merges": [], "vocab": {f"token{i}": i for i in range(VOCABULARY)}},
+            "model": {
+                "type": "BPE",
+                "merges": [],
+                "vocab": {f"token{i}": i for i in range(VOCABULARY)},
+            },
         },
         "tokenizer_config.json": {"eos_token": "token1", "chat_template": "{{ messages }}"},
     }
@@ -86,7 +109,9 @@ def run(folder: Path) -> tuple[float, float, dict[str, Any]]:
 
 
 def cpu() -> float:
-    """CPU seconds of all children so far: what the command takes on a machine that does nothing else."""
+    """CPU seconds of all children so far: what the command takes on a machine that does nothing
+    else.
+    """
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -109,11 +134,19 @@ def main() -> None:
         for name in report["results"]["seconds"]
     }
     result = {
-        "shards": SHARDS, "tensors": tensors, "model_bytes": total, "bytes_on_disk": on_disk, "runs": runs,
-        "command_s": spread([wall for wall, _, _ in measured]), "command_cpu_s": spread([busy for _, busy, _ in measured]),
-        "stage_s_median": stages, "goal_s": 2.0, "cores": os.cpu_count(), "load": os.getloadavg()[0],
+        "shards": SHARDS,
+        "tensors": tensors,
+        "model_bytes": total,
+        "bytes_on_disk": on_disk,
+        "runs": runs,
+        "command_s": spread([wall for wall, _, _ in measured]),
+        "command_cpu_s": spread([busy for _, busy, _ in measured]),
+        "stage_s_median": stages,
+        "goal_s": 2.0,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
         "python": platform.python_version(),
-    }  # fmt: skip
+    }
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 

@@ -2,9 +2,10 @@
 
     python benchmarks/verify_loaders.py VLLM_PYTHON [FAULT...]
 
-Each fault is put into a copy of SmolLM2-135M-Instruct. vLLM (CPU) reads the config and loads the weights with its own
-`get_model`, one copy after the other in one process; assay looks at the same folders: structure, `--values`, and the digests
-against a manifest of the whole model. Writes results/verify_loaders.json and .md.
+Each fault is put into a copy of SmolLM2-135M-Instruct. vLLM (CPU) reads the config and loads the
+weights with its own `get_model`, one copy after the other in one process; assay looks at the same
+folders: structure, `--values`, and the digests against a manifest of the whole model. Writes
+results/verify_loaders.json and .md.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ FAULTS: dict[str, Callable[[Path], Any]] = {
     "NaN in one row": tensors(lambda t: t[GATE][1][7].fill(0x7FC0)),
     "head untied and not stored": lambda f: edit_json(f / "config.json", tie_word_embeddings=False),
     "rope_theta of another model": lambda f: edit_json(
-        f / "config.json", rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+        f / "config.json",
+        rope_theta=1e4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
     "head_dim of another model": lambda f: edit_json(f / "config.json", head_dim=32),
     "fewer layers configured": lambda f: edit_json(f / "config.json", num_hidden_layers=20),
@@ -104,12 +107,20 @@ FAULTS: dict[str, Callable[[Path], Any]] = {
 def in_vllm(python: str, folders: list[Path]) -> dict[str, str | None]:
     """What the loader says of each folder by its name; None where it loads."""
     environment = os.environ | {
-        "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [python, "-c", LOAD], input=json.dumps(list(map(str, folders))), capture_output=True, text=True,
-        env=environment, timeout=540, check=False,
-    )  # fmt: skip
+        [python, "-c", LOAD],
+        input=json.dumps(list(map(str, folders))),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=540,
+        check=False,
+    )
     rows = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if len(rows) != len(folders):
         sys.exit(f"vLLM came to {len(rows)} of {len(folders)} folders:\n{done.stderr[-3000:]}")
@@ -136,8 +147,12 @@ def in_assay(folder: Path, listing: Path) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    lines = ["# Faults of SmolLM2-135M: who notices", "", "| fault | vLLM 0.32.0 loads it | assay | with `--values` | with digests |",
-             "|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "# Faults of SmolLM2-135M: who notices",
+        "",
+        "| fault | vLLM 0.32.0 loads it | assay | with `--values` | with digests |",
+        "|---|---|---|---|---|",
+    ]
     for name, row in results.items():
         said = row["vllm"]
         cells = ["yes" if said is None else f"no: {said.split(':')[0]}"]
@@ -166,7 +181,9 @@ def main() -> None:
             shutil.copytree(whole, folders[name])
             FAULTS[name](folders[name])
         theirs = in_vllm(python, list(folders.values()))
-        results = {n: {"vllm": theirs[f.name], "assay": in_assay(f, listing)} for n, f in folders.items()}
+        results = {
+            n: {"vllm": theirs[f.name], "assay": in_assay(f, listing)} for n, f in folders.items()
+        }
     RESULTS.write_text(json.dumps(results, indent=2, ensure_ascii=False).replace(place, "…") + "\n")
     RESULTS.with_suffix(".md").write_text(table(results).replace(place, "…"))
     print(table(results))

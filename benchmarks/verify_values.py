@@ -2,11 +2,13 @@
 
     python benchmarks/verify_values.py [FOLDER]
 
-Files are in the page cache; best of five rounds; all cores. Speeds are given in GB a second on the clock, and in GB a
-second of CPU time (all threads together), which other programs on the machine disturb less. Four readings of the same number of bytes: `memory` only looks at
-words that lie in memory already, `read` copies the file chunk by chunk into one small buffer (what any scan of a file must do), `touch` also passes a SIMD
-maximum over each chunk (one plain look at every word), `scan` is assay's scan. On synthetic tensors the types are told
-apart, 512 MiB each; on a model the whole stage of `assay verify --values` is timed.
+Files are in the page cache; best of five rounds; all cores. Speeds are given in GB a second on the
+clock, and in GB a second of CPU time (all threads together), which other programs on the machine
+disturb less. Four readings of the same number of bytes: `memory` only looks at words that lie in
+memory already, `read` copies the file chunk by chunk into one small buffer (what any scan of a file
+must do), `touch` also passes a SIMD maximum over each chunk (one plain look at every word), `scan`
+is assay's scan. On synthetic tensors the types are told apart, 512 MiB each; on a model the whole
+stage of `assay verify --values` is timed.
 """
 
 from __future__ import annotations
@@ -38,9 +40,15 @@ def words(dtype: str) -> np.ndarray[Any, Any]:
         values = rng.standard_normal(PART_BYTES // (4 if dtype == "F32" else 2), np.float32) * 0.02
         if dtype == "F16":
             return values.astype(np.float16).view(np.uint16)
-        return values.view(np.uint32) if dtype == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16)
+        return (
+            values.view(np.uint32)
+            if dtype == "F32"
+            else (values.view(np.uint32) >> 16).astype(np.uint16)
+        )
     if dtype == "F8_E4M3":
-        return rng.integers(0, 0x77, PART_BYTES, np.uint8) | (rng.integers(0, 2, PART_BYTES, np.uint8) << 7)
+        return rng.integers(0, 0x77, PART_BYTES, np.uint8) | (
+            rng.integers(0, 2, PART_BYTES, np.uint8) << 7
+        )
     return rng.integers(0, 1 << 32, PART_BYTES // 4, np.uint32)
 
 
@@ -52,7 +60,12 @@ def synthetic(dtype: str, folder: Path) -> list[Job]:
             stream.write(array.tobytes())
     shape = (array.size // 1024, 1024)
     return [
-        (Tensor(f"layers.{i}.weight", dtype, shape, path.name, i * PART_BYTES, (i + 1) * PART_BYTES), path)
+        (
+            Tensor(
+                f"layers.{i}.weight", dtype, shape, path.name, i * PART_BYTES, (i + 1) * PART_BYTES
+            ),
+            path,
+        )
         for i in range(PARTS)
     ]
 
@@ -83,7 +96,9 @@ def in_memory(size: int) -> None:
 
 
 def row(name: str, jobs: list[Job]) -> dict[str, object]:
-    """The best of five rounds, in each of which every reading is timed once, so that all see the same machine."""
+    """The best of five rounds, in each of which every reading is timed once, so that all see the
+    same machine.
+    """
     size = sum(tensor.nbytes for tensor, _ in jobs)
     readings: dict[str, Callable[[], object]] = {
         "memory": lambda: in_memory(size),
@@ -117,7 +132,9 @@ def model(folder: Path) -> list[Job]:
     layout = opened.layout
     if layout is None:
         raise SystemExit("a local folder is needed")
-    return [(tensor, layout.files[tensor.file].real) for tensor in opened.checkpoint.tensors.values()]
+    return [
+        (tensor, layout.files[tensor.file].real) for tensor in opened.checkpoint.tensors.values()
+    ]
 
 
 def main() -> None:
@@ -132,8 +149,15 @@ def main() -> None:
         rows.append(row(folder.name, model(folder)))
         print(rows[-1], flush=True)
     RESULTS.mkdir(exist_ok=True)
-    result = {"cores": os.cpu_count(), "unit": "GB/s", "load_average": os.getloadavg()[0], "rows": rows}
-    (RESULTS / "verify_values.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result = {
+        "cores": os.cpu_count(),
+        "unit": "GB/s",
+        "load_average": os.getloadavg()[0],
+        "rows": rows,
+    }
+    (RESULTS / "verify_values.json").write_text(
+        json.dumps(result, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

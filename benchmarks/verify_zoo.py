@@ -1,10 +1,12 @@
-"""The fault zoo as a table: what `assay verify` finds, and what huggingface_hub's own check (`hf cache verify`) notices.
+"""The fault zoo as a table: what `assay verify` finds, and what huggingface_hub's own check (`hf
+cache verify`) notices.
 
     python benchmarks/verify_zoo.py
 
-Each fault of tests/faults is put into a checkpoint. assay looks at it as the test does. huggingface_hub compares the
-damaged folder with a Hub on loopback, twice: `damaged here`, where the Hub has the whole checkpoint, and `published so`,
-where the fault is in what was uploaded, as an exporter's mistake is. Writes results/verify_zoo.json and .md.
+Each fault of tests/faults is put into a checkpoint. assay looks at it as the test does.
+huggingface_hub compares the damaged folder with a Hub on loopback, twice: `damaged here`, where the
+Hub has the whole checkpoint, and `published so`, where the fault is in what was uploaded, as an
+exporter's mistake is. Writes results/verify_zoo.json and .md.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ RESULTS = Path(__file__).parent / "results"
 
 def by_assay(fault: Fault, folder: Path, listing: Path) -> dict[str, Any]:
     options = VerifyOptions(
-        manifest=listing if fault.manifest else None, allow_unverified=True, digest_cache=False, **fault.options
+        manifest=listing if fault.manifest else None,
+        allow_unverified=True,
+        digest_cache=False,
+        **fault.options,
     )
     report = verify(str(folder), options)
     raised = {(f.id.removeprefix("checkpoint."), f.severity.value) for f in report.findings}
@@ -43,12 +48,16 @@ def by_assay(fault: Fault, folder: Path, listing: Path) -> dict[str, Any]:
 
 
 def by_the_hub(hub: LoopbackHub, repo: str, folder: Path) -> dict[str, Any]:
-    """`hf cache verify --local-dir`: it exits 1 on a mismatch; missing and extra files are warnings by default."""
+    """`hf cache verify --local-dir`: it exits 1 on a mismatch; missing and extra files are warnings
+    by default.
+    """
     seen = HfApi(endpoint=hub.url).verify_repo_checksums(repo, local_dir=folder)
     return {
-        "mismatches": [m["path"] for m in seen.mismatches], "missing": seen.missing_paths, "extra": seen.extra_paths,
+        "mismatches": [m["path"] for m in seen.mismatches],
+        "missing": seen.missing_paths,
+        "extra": seen.extra_paths,
         "fails": bool(seen.mismatches),
-    }  # fmt: skip
+    }
 
 
 def one(fault: Fault, number: int, hub: LoopbackHub, place: Path) -> dict[str, Any]:
@@ -73,8 +82,13 @@ def whole(name: str, place: Path) -> dict[str, Any]:
     folder = place / "model"
     shutil.rmtree(folder, ignore_errors=True)
     healthy()[name](folder)
-    report = verify(str(folder), VerifyOptions(values=True, allow_unverified=True, digest_cache=False))
-    return {"kind": name, "findings": [f.id for f in report.findings if f.id != "checkpoint.unverified"]}
+    report = verify(
+        str(folder), VerifyOptions(values=True, allow_unverified=True, digest_cache=False)
+    )
+    return {
+        "kind": name,
+        "findings": [f.id for f in report.findings if f.id != "checkpoint.unverified"],
+    }
 
 
 def said(hf: dict[str, Any]) -> str:
@@ -88,16 +102,34 @@ def table(rows: list[dict[str, Any]], sound: list[dict[str, Any]]) -> str:
     alone = sum(r["assay"]["found"] and not r["needs_digests"] for r in rows)
     here, published = (sum(r[key]["fails"] for r in rows) for key in ("hf", "hf_published"))
     lines = [
-        "# The fault zoo", "",
-        f"{len(rows)} faults: assay finds {found} under the right id, {alone} of them with no digest to hold against.",
-        f"{len(sound)} whole checkpoints: {sum(bool(s['findings']) for s in sound)} with a finding.", "",
-        f"`hf cache verify` (huggingface_hub {huggingface_hub.__version__}) fails {here} of the same faults where the Hub has the "
-        f"whole checkpoint, and {published} where the fault was published.", "",
-        "| fault | must raise | assay | hf: damaged here | hf: published so |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+        "# The fault zoo",
+        "",
+        (
+            f"{len(rows)} faults: assay finds {found} under the right id, {alone} of them with no"
+            " digest to hold against."
+        ),
+        (
+            f"{len(sound)} whole checkpoints: {sum(bool(s['findings']) for s in sound)} with a"
+            " finding."
+        ),
+        "",
+        (
+            f"`hf cache verify` (huggingface_hub {huggingface_hub.__version__}) fails {here} of the"
+            f" same faults where the Hub has the whole checkpoint, and {published} where the fault"
+            " was published."
+        ),
+        "",
+        "| fault | must raise | assay | hf: damaged here | hf: published so |",
+        "|---|---|---|---|---|",
+    ]
     for row in rows:
         shown = "found" if row["assay"]["found"] else "**missed**"
-        cells = (f"`{row['expected']}` ({row['severity']})", shown, said(row["hf"]), said(row["hf_published"]))
+        cells = (
+            f"`{row['expected']}` ({row['severity']})",
+            shown,
+            said(row["hf"]),
+            said(row["hf_published"]),
+        )
         lines.append(f"| {row['fault']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -109,7 +141,9 @@ def main() -> None:
         rows = [one(fault, i, hub, place) for i, fault in enumerate(FAULTS)]
         sound = [whole(kind, place) for kind in healthy()]
     result = {"huggingface_hub": huggingface_hub.__version__, "faults": rows, "healthy": sound}
-    (RESULTS / "verify_zoo.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    (RESULTS / "verify_zoo.json").write_text(
+        json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    )
     (RESULTS / "verify_zoo.md").write_text(table(rows, sound))
     print(table(rows, sound))
 

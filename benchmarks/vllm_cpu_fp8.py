@@ -1,9 +1,11 @@
-"""How vLLM's CPU build rounds what it writes to an fp8 KV cache: its own operation on random values, no model.
+"""How vLLM's CPU build rounds what it writes to an fp8 KV cache: its own operation on random
+values, no model.
 
     PYTHONPATH=src PYTHON_OF_VLLM benchmarks/vllm_cpu_fp8.py
 
-The kernel may lay the values of a block out as it likes (AMX does), so that what is compared is all of them, sorted:
-with the nearest 8-bit floats (`assay.engines.hf.cache.cast`), and with those that are cut off toward zero.
+The kernel may lay the values of a block out as it likes (AMX does), so that what is compared is all
+of them, sorted: with the nearest 8-bit floats (`assay.engines.hf.cache.cast`), and with those that
+are cut off toward zero.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16)
         for isa in ("vec", "amx")
     ]
-    document = {"vllm": vllm.__version__, "torch": torch.__version__, "values": TOKENS * WIDTH, "rows": rows}
+    document = {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "values": TOKENS * WIDTH,
+        "rows": rows,
+    }
     OUT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document, indent=1))
 
@@ -45,7 +52,9 @@ def measure(name: str, dtype: torch.dtype, isa: str) -> dict[str, Any]:
     x = (torch.randn(TOKENS, 1, WIDTH) * spread).to(dtype)
     cache = torch.zeros(1, 1, 2 * TOKENS, WIDTH, dtype=torch.uint8)
     keys, values = cache.chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(x, x.clone(), keys, values, torch.arange(TOKENS), isa, 1.0, 1.0, name)
+    ops.cpu_attn_reshape_and_cache(
+        x, x.clone(), keys, values, torch.arange(TOKENS), isa, 1.0, 1.0, name
+    )
     kind = fp8_dtype(NAMES[name])
     near, cut = cast(x, kind).float(), cut_off(x, kind)
     held = [part.reshape(-1).view(kind).float() for part in (keys, values)]

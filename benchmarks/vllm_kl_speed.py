@@ -1,21 +1,28 @@
-"""What KL over the whole vocabulary costs in vLLM: against a plain prefill, and against the ways that vLLM has itself.
+"""What KL over the whole vocabulary costs in vLLM: against a plain prefill, and against the ways
+that vLLM has itself.
 
 Run it with a Python that has vLLM (on a GPU or a CPU) and assay in its path:
 
-    python benchmarks/vllm_kl_speed.py 'vllm:./model?max_model_len=1024' --windows 64 --batch 8 --out FILE.json
+    python benchmarks/vllm_kl_speed.py 'vllm:./model?max_model_len=1024' --windows 64 --batch 8
+    --out FILE.json
 
 Ways over the same windows, in tokens scored a second:
 
 - *prefill*: `LLM.generate` with one new token, nothing scored: the bare forward pass;
-- *kl*: what `assay compare` does: assay's scoring, then all statistics of every token (KL both ways, NLL, top-1) against
+- *kl*: what `assay compare` does: assay's scoring, then all statistics of every token (KL both
+  ways, NLL, top-1) against
   states of a reference, which lie in the main memory as a stored reference's do;
-- *statistics*: those alone, with the candidate's states at hand; `enqueued_s` are the seconds until the processor has told
+- *statistics*: those alone, with the candidate's states at hand; `enqueued_s` are the seconds until
+  the processor has told
   the device all of it;
-- *top20*: `prompt_logprobs=20`, and *all*: `prompt_logprobs=-1`, on fewer tokens as they are slow, the second of them once.
+- *top20*: `prompt_logprobs=20`, and *all*: `prompt_logprobs=-1`, on fewer tokens as they are slow,
+  the second of them once.
 
-The ways take turns, each once a round and every other round in reverse, and shares are those of one round: a machine
-that becomes slower in the meantime moves both sides of a share. `processor_s` are the seconds of all threads of this
-process, which other programs disturb less than the clock. On a GPU `fused` says whether the kernel of `assay.fidelity.metrics_gpu` took the statistics; ASSAY_NO_TRITON=1 leaves it out.
+The ways take turns, each once a round and every other round in reverse, and shares are those of one
+round: a machine that becomes slower in the meantime moves both sides of a share. `processor_s` are
+the seconds of all threads of this process, which other programs disturb less than the clock. On a
+GPU `fused` says whether the kernel of `assay.fidelity.metrics_gpu` took the statistics;
+ASSAY_NO_TRITON=1 leaves it out.
 """
 
 from __future__ import annotations
@@ -43,7 +50,9 @@ STATISTICS = "assay.fidelity.metrics:batch_statistics"
 
 
 def windows_of(engine: VllmScorer, count: int, length: int) -> list[Window]:
-    """Windows of Python's own documentation, repeated where it is too short; they differ by their first tokens."""
+    """Windows of Python's own documentation, repeated where it is too short; they differ by their
+    first tokens.
+    """
     ids = engine.tokenizer.encode("\n".join(pydoc_data.topics.topics.values()))
     start = engine.tokenizer.bos_id
     head = [] if start is None else [start]
@@ -61,7 +70,9 @@ class Way:
 
 
 def in_turns(ways: Mapping[str, Way], rounds: int) -> dict[str, dict[str, Any]]:
-    """Tokens a second of every way in each round, in the order of the rounds, after each ran once to warm up."""
+    """Tokens a second of every way in each round, in the order of the rounds, after each ran once
+    to warm up.
+    """
     for way in ways.values():
         way.run()
     timed: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
@@ -92,20 +103,28 @@ def share(of: Sequence[float], by: Sequence[float]) -> dict[str, Any]:
     return {"value": statistics.median(shares), "lo": min(shares), "hi": max(shares)}
 
 
-def measure(engine: VllmScorer, windows: Sequence[Window], job: ScoreJob, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    engine: VllmScorer, windows: Sequence[Window], job: ScoreJob, args: argparse.Namespace
+) -> dict[str, Any]:
     """All ways."""
     import torch
     from vllm import SamplingParams
 
     if not isinstance(engine.core, VllmCore):
         raise AssayError(
-            "this Python has no vLLM", finding_id="fidelity.engine_missing", remedy="run it with one that has"
+            "this Python has no vLLM",
+            finding_id="fidelity.engine_missing",
+            remedy="run it with one that has",
         )
     llm = engine.core._llm
 
     def generate(some: Sequence[Window], tokens: int | None, logprobs: int | None) -> None:
         prompts = [{"prompt_token_ids": list(w.tokens[:tokens])} for w in some]
-        llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=logprobs), use_tqdm=False)
+        llm.generate(
+            prompts,
+            SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=logprobs),
+            use_tqdm=False,
+        )
 
     length = len(windows[0].tokens)
     scored = len(windows) * (length - 1)
@@ -142,7 +161,9 @@ def measure(engine: VllmScorer, windows: Sequence[Window], job: ScoreJob, args: 
     found |= {"kl_self": max(kl()), "fused": kernel and kernel.fused_statistics()}
     speed = {name: found[name]["all"] for name in ("prefill", "states", "kl", "top20")}
     found["kl_share_of_prefill"] = share(speed["kl"], speed["prefill"])
-    found["kl_share_of_prefill_by_processor"] = share(found["prefill"]["processor_s"], found["kl"]["processor_s"])
+    found["kl_share_of_prefill_by_processor"] = share(
+        found["prefill"]["processor_s"], found["kl"]["processor_s"]
+    )
     found["states_share_of_prefill"] = share(speed["states"], speed["prefill"])
     found["kl_times_top20"] = share(speed["kl"], speed["top20"])
     found["kl_times_all"] = found["kl"]["tokens_per_s"] / found["all"]["tokens_per_s"]
@@ -160,11 +181,15 @@ def check(rows: StateRows) -> None:
     other = replace(rows, states=rows.states + 0.01 * torch.randn_like(rows.states))
     p, q = (r.to(torch.device("cpu")).logits(0, 8).double().log_softmax(-1) for r in (rows, other))
     wanted = (p.exp() * (p - q)).sum(-1)
-    torch.testing.assert_close(window_statistics(rows, other).kl[:8].cpu(), wanted, atol=1e-4, rtol=0.05)
+    torch.testing.assert_close(
+        window_statistics(rows, other).kl[:8].cpu(), wanted, atol=1e-4, rtol=0.05
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("engine")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)

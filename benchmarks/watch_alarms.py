@@ -1,14 +1,16 @@
 """How often `assay watch` cries wolf, how soon it finds a fault, and what it costs the server.
 
-    python benchmarks/watch_alarms.py record NAME [--rounds 150]    # a real vLLM on the CPU: healthy, or a fault
-    python benchmarks/watch_alarms.py judge                         # replays what was recorded; writes the results
+    python benchmarks/watch_alarms.py record NAME [--rounds 150]    # a real vLLM on the CPU:
+    healthy, or a fault python benchmarks/watch_alarms.py judge                         # replays
+    what was recorded; writes the results
 
-`record` serves SmolLM2-135M-Instruct (or a twin of it) and asks rounds of the canary one after another, each with all that
-the canary can ask; `healthy` asks half of them while other requests keep the server at work, then stops the process
-(SIGSTOP) and ends it. Values of items and their times are kept in results/watch_rounds.json. `judge` replays them with
-a clock that runs ahead: in every simulated minute the least round (one fixed text, three tokens, the short text) and every
-tenth minute a tool call takes the next items in turn, with a value drawn from those that were recorded for the item, idle by
-night and at work by day.
+`record` serves SmolLM2-135M-Instruct (or a twin of it) and asks rounds of the canary one after
+another, each with all that the canary can ask; `healthy` asks half of them while other requests
+keep the server at work, then stops the process (SIGSTOP) and ends it. Values of items and their
+times are kept in results/watch_rounds.json. `judge` replays them with a clock that runs ahead: in
+every simulated minute the least round (one fixed text, three tokens, the short text) and every
+tenth minute a tool call takes the next items in turn, with a value drawn from those that were
+recorded for the item, idle by night and at work by day.
 """
 
 from __future__ import annotations
@@ -47,11 +49,20 @@ CORES = os.cpu_count() or 1
 YEAR = 365 * 1440
 STARTS = 200
 SHIFT = "every text 0.01 bits per byte worse (added to what was recorded)"
-FAULTS = {"garbage": "random_blocks", "rope": "rope_theta", "int8": 8, "int6": 6, "int5": 5, "int4": 4}
+FAULTS = {
+    "garbage": "random_blocks",
+    "rope": "rope_theta",
+    "int8": 8,
+    "int6": 6,
+    "int5": 5,
+    "int4": 4,
+}
 
 
 def rounded(source: Path, target: Path, bits: int) -> Path:
-    """A twin whose linear weights are rounded to `bits` bits, a scale a row: what a plain quantiser does."""
+    """A twin whose linear weights are rounded to `bits` bits, a scale a row: what a plain quantiser
+    does.
+    """
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, target)
@@ -95,10 +106,16 @@ def traffic(url: str, streams: int) -> Iterator[None]:
         with ServerEngine.connect(url) as engine:
             while not done.is_set():
                 prompt = " ".join(
-                    rng.choice(("river", "stone", "the", "and", "light")) for _ in range(rng.randint(5, 80))
+                    rng.choice(("river", "stone", "the", "and", "light"))
+                    for _ in range(rng.randint(5, 80))
                 )
                 engine.generate(
-                    Request(prompt=prompt, max_tokens=rng.randint(4, 60), temperature=1.0, seed=rng.randint(0, 9999))
+                    Request(
+                        prompt=prompt,
+                        max_tokens=rng.randint(4, 60),
+                        temperature=1.0,
+                        seed=rng.randint(0, 9999),
+                    )
                 )
 
     threads = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in range(streams)]
@@ -119,21 +136,34 @@ def one(canary: Canary, pid: int, least: bool = False) -> dict[str, Any]:
     before, began = cpu_seconds(pid), time.monotonic()
     found = canary.round()
     return {
-        "state": found.state.value, "reason": found.reason, "bits": found.bits, "token_bits": found.token_bits, "tokens": found.tokens,
-        "tools": found.tools, "label": found.label, "cost_s": found.cost_s, "requests": found.requests,
-        "seconds": time.monotonic() - began, "cpu_s": cpu_seconds(pid) - before, "latency_s": found.latency_s,
-    }  # fmt: skip
+        "state": found.state.value,
+        "reason": found.reason,
+        "bits": found.bits,
+        "token_bits": found.token_bits,
+        "tokens": found.tokens,
+        "tools": found.tools,
+        "label": found.label,
+        "cost_s": found.cost_s,
+        "requests": found.requests,
+        "seconds": time.monotonic() - began,
+        "cpu_s": cpu_seconds(pid) - before,
+        "latency_s": found.latency_s,
+    }
 
 
 def save(name: str, rows: dict[str, list[dict[str, Any]]]) -> None:
     """Add what was recorded so far: the file may have grown meanwhile, and the rest may fail."""
     kept = json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
-    ROUNDS.write_text(json.dumps(kept | {name: rows, "environment": describe()}) + "\n", encoding="utf-8")
+    ROUNDS.write_text(
+        json.dumps(kept | {name: rows, "environment": describe()}) + "\n", encoding="utf-8"
+    )
 
 
 def record(name: str, rounds: int, folder: Path) -> None:
     rows: dict[str, list[dict[str, Any]]] = {}
-    with vllm_server(checkpoint(name, folder), name="smollm2", extra_args=("--seed", "0")) as server:
+    with vllm_server(
+        checkpoint(name, folder), name="smollm2", extra_args=("--seed", "0")
+    ) as server:
         canary = Canary(server.url, timeout=30.0, load=1.0)
         canary.budget.saved_s = 1e9
         canary.round()
@@ -189,7 +219,9 @@ _POOLS: dict[int, dict[str, dict[str, list[Any]]]] = {}
 
 def _pools(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
     if id(rows) not in _POOLS:
-        pools: dict[str, dict[str, list[Any]]] = {k: {} for k in ("bits", "token_bits", "tokens", "tools", "label")}
+        pools: dict[str, dict[str, list[Any]]] = {
+            k: {} for k in ("bits", "token_bits", "tokens", "tools", "label")
+        }
         for row in rows:
             for kind in ("bits", "token_bits", "tokens", "tools"):
                 for item, value in row[kind].items():
@@ -207,8 +239,9 @@ def update(changes: Changes, found: Round) -> list[str]:
 def year(kept: dict[str, Any], seed: int, *, scores: bool, noise: float = 0.0) -> dict[str, Any]:
     """A year of minutes: idle by night, at work by day.
 
-    vLLM's CPU kernels give the same bits every time, so `noise` adds what other engines have: Student's t with 3 degrees
-    of freedom times so many bits per byte, larger by half by day, and a token in 500 that turns.
+    vLLM's CPU kernels give the same bits every time, so `noise` adds what other engines have:
+    Student's t with 3 degrees of freedom times so many bits per byte, larger by half by day, and a
+    token in 500 that turns.
     """
     replay, changes, alarms = Replay(seed), Changes(60.0, 1.0, scores=scores), list[str]()
     rng = np.random.default_rng(seed)
@@ -231,13 +264,23 @@ def year(kept: dict[str, Any], seed: int, *, scores: bool, noise: float = 0.0) -
                 most[name] = max(most.get(name, 0.0), detector.evidence / detector.limit)
     up = changes.numbers.detectors["up"]
     return {
-        "quantity": changes.numbers.name, "rounds": YEAR, "false_alarms": len(alarms), "alarms": alarms, "seed": seed, "largest_evidence": most,
-        "added_noise": noise, "tolerance": up.tolerance, "noise": changes.numbers.noise, "finds_0.01_rounds": changes.finds(0.01) if scores else None,
-    }  # fmt: skip
+        "quantity": changes.numbers.name,
+        "rounds": YEAR,
+        "false_alarms": len(alarms),
+        "alarms": alarms,
+        "seed": seed,
+        "largest_evidence": most,
+        "added_noise": noise,
+        "tolerance": up.tolerance,
+        "noise": changes.numbers.noise,
+        "finds_0.01_rounds": changes.finds(0.01) if scores else None,
+    }
 
 
 def detection(kept: dict[str, Any], name: str, *, scores: bool) -> dict[str, Any]:
-    """Rounds from the fault to the first alarm, over many starts; garbage by a round itself counts after two in a row."""
+    """Rounds from the fault to the first alarm, over many starts; garbage by a round itself counts
+    after two in a row.
+    """
     taken, kinds = [], set()
     for start in range(STARTS):
         replay, changes = Replay(start), Changes(60.0, 1.0, scores=scores)
@@ -262,13 +305,22 @@ def detection(kept: dict[str, Any], name: str, *, scores: bool) -> dict[str, Any
     found_all = [t for t in taken if t < 10**9]
     drift = [0.01] if name == SHIFT else _drift(kept, name)
     return {
-        "fault": name, "by": changes.numbers.name, "starts": STARTS, "found": len(found_all), "rounds_median": median(taken) if len(found_all) == STARTS else None,
-        "rounds_largest": max(found_all, default=None), "alarms": sorted(kinds), "drift_bits_per_byte": mean(drift) if drift else None,
-    }  # fmt: skip
+        "fault": name,
+        "by": changes.numbers.name,
+        "starts": STARTS,
+        "found": len(found_all),
+        "rounds_median": median(taken) if len(found_all) == STARTS else None,
+        "rounds_largest": max(found_all, default=None),
+        "alarms": sorted(kinds),
+        "drift_bits_per_byte": mean(drift) if drift else None,
+    }
 
 
 def _drift(kept: dict[str, Any], name: str) -> list[float]:
-    means = {k: {i: mean(v) for i, v in _pools(kept[k]["idle"])["bits"].items()} for k in ("healthy", name)}
+    means = {
+        k: {i: mean(v) for i, v in _pools(kept[k]["idle"])["bits"].items()}
+        for k in ("healthy", name)
+    }
     return [means[name][i] - value for i, value in means["healthy"].items() if i in means[name]]
 
 
@@ -282,31 +334,55 @@ def judge() -> None:
     states = {}
     for name in ("stopped", "ended"):
         rows = [row["state"] for row in healthy[name]]
-        first = next((i for i in range(1, len(rows)) if rows[i] == rows[i - 1] and rows[i] in ("broken", "down")), None)
+        first = next(
+            (
+                i
+                for i in range(1, len(rows))
+                if rows[i] == rows[i - 1] and rows[i] in ("broken", "down")
+            ),
+            None,
+        )
         states[name] = {"states": rows, "rounds_to_alarm": None if first is None else first + 1}
     load = {
-        "requests": median(r["requests"] for r in least), "seconds_of_one_stream": median(r["cost_s"] for r in least),
-        "cpu_seconds": median(r["cpu_s"] for r in least), "cores": CORES,
+        "requests": median(r["requests"] for r in least),
+        "seconds_of_one_stream": median(r["cost_s"] for r in least),
+        "cpu_seconds": median(r["cpu_s"] for r in least),
+        "cores": CORES,
         "share_of_one_stream_at_60_s": median(r["cost_s"] for r in least) / 60,
         "share_of_cpu_at_60_s": median(r["cpu_s"] for r in least) / (60 * CORES),
-        "interval_s_for_1_percent_of_one_stream": max(60.0, median(r["cost_s"] for r in least) / 0.01),
-    }  # fmt: skip
+        "interval_s_for_1_percent_of_one_stream": max(
+            60.0, median(r["cost_s"] for r in least) / 0.01
+        ),
+    }
     out = {
-        "about": __doc__, "model": "SmolLM2-135M-Instruct, vLLM on the CPU", "recorded_rounds": {k: {w: len(r) for w, r in v.items()} for k, v in kept.items() if k != "environment"},
-        "options": WatchOptions().facts(), "load": load,
+        "about": __doc__,
+        "model": "SmolLM2-135M-Instruct, vLLM on the CPU",
+        "recorded_rounds": {
+            k: {w: len(r) for w, r in v.items()} for k, v in kept.items() if k != "environment"
+        },
+        "options": WatchOptions().facts(),
+        "load": load,
         "years": [
             year(kept, seed, scores=scores, noise=noise)
-            for seed, (scores, noise) in enumerate(((True, 0.0), (True, 0.0005), (True, 0.002), (False, 0.0005)))
+            for seed, (scores, noise) in enumerate(
+                ((True, 0.0), (True, 0.0005), (True, 0.002), (False, 0.0005))
+            )
         ],
-        "detection": [detection(kept, name, scores=scores) for name in faults for scores in (True, False)] + [detection(kept, SHIFT, scores=True)],
-        "states": states, "environment": kept["environment"],
-    }  # fmt: skip
+        "detection": [
+            detection(kept, name, scores=scores) for name in faults for scores in (True, False)
+        ]
+        + [detection(kept, SHIFT, scores=True)],
+        "states": states,
+        "environment": kept["environment"],
+    }
     OUT.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({k: out[k] for k in ("load", "years", "detection", "states")}, indent=1))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("record", "judge"))
     parser.add_argument("names", nargs="*", help=f"healthy or {', '.join(FAULTS)}")
     parser.add_argument("--rounds", type=int, default=150)

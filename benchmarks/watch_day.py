@@ -1,15 +1,18 @@
-"""`assay watch` at a real llama-server: a day of rounds, six faults put behind the same address, and its load.
+"""`assay watch` at a real llama-server: a day of rounds, six faults put behind the same address,
+and its load.
 
-    bash benchmarks/build_llama_cpp.sh
-    python benchmarks/watch_day.py record [--seconds 300]     # asks the server; keeps results/watch_day_rounds.json as it goes
-    python benchmarks/watch_day.py judge                      # writes results/watch_day.json
+    bash benchmarks/build_llama_cpp.sh python benchmarks/watch_day.py record [--seconds 300]     #
+    asks the server; keeps results/watch_day_rounds.json as it goes python benchmarks/watch_day.py
+    judge                      # writes results/watch_day.json
 
-SmolLM2-135M-Instruct as bf16 (its Q4_1 file with the weights written as bf16). `record` lets the real `Watch` step with a clock that runs
-ahead by the interval after each round: first the least round, as a watch with 1 % of load asks it, again and again, every fourth
-stretch with two streams of other requests. Then, for each fault, the server is ended, another one is started at the same
-port under the same name, and the watch, with the baseline that it learnt of the healthy server, steps until it raises an alarm.
-`judge` makes 24 hours of a round a minute: all rounds that were recorded, in their order, and after these rounds whose values are
-drawn from those of their items. llama-server cannot score a prompt, so first tokens and their probabilities are watched.
+SmolLM2-135M-Instruct as bf16 (its Q4_1 file with the weights written as bf16). `record` lets the
+real `Watch` step with a clock that runs ahead by the interval after each round: first the least
+round, as a watch with 1 % of load asks it, again and again, every fourth stretch with two streams
+of other requests. Then, for each fault, the server is ended, another one is started at the same
+port under the same name, and the watch, with the baseline that it learnt of the healthy server,
+steps until it raises an alarm. `judge` makes 24 hours of a round a minute: all rounds that were
+recorded, in their order, and after these rounds whose values are drawn from those of their items.
+llama-server cannot score a prompt, so first tokens and their probabilities are watched.
 """
 
 from __future__ import annotations
@@ -86,7 +89,13 @@ def file_of(kind: str, folder: Path) -> Path:
 @contextmanager
 def served(kind: str, more: tuple[str, ...], port: int, folder: Path) -> Iterator[Server]:
     with llama_server(
-        file_of(kind, folder), BINARY, max_model_len=1024, streams=4, extra_args=more, port=port, alias=NAME
+        file_of(kind, folder),
+        BINARY,
+        max_model_len=1024,
+        streams=4,
+        extra_args=more,
+        port=port,
+        alias=NAME,
     ) as server:
         yield server
 
@@ -96,10 +105,19 @@ def stepped(watch: Watch, clock: Clock, pid: int | None) -> dict[str, Any]:
     before = cpu_seconds(pid) if pid else 0.0
     found = watch.step()
     row = {
-        "state": found.state.value, "reason": found.reason, "bits": found.bits, "token_bits": found.token_bits, "tokens": found.tokens,
-        "tools": found.tools, "label": found.label, "cost_s": found.cost_s, "requests": found.requests,
-        "cpu_s": cpu_seconds(pid) - before if pid else 0.0, "interval_s": watch.wait(), "alarms": sorted(watch.alarms),
-    }  # fmt: skip
+        "state": found.state.value,
+        "reason": found.reason,
+        "bits": found.bits,
+        "token_bits": found.token_bits,
+        "tokens": found.tokens,
+        "tools": found.tools,
+        "label": found.label,
+        "cost_s": found.cost_s,
+        "requests": found.requests,
+        "cpu_s": cpu_seconds(pid) - before if pid else 0.0,
+        "interval_s": watch.wait(),
+        "alarms": sorted(watch.alarms),
+    }
     clock.ahead += row["interval_s"]
     return row
 
@@ -152,7 +170,9 @@ def record(seconds: float, folder: Path) -> None:
 
 
 def day(healthy: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """24 hours: the recorded rounds in their order, the rest drawn; the alarms of change that they raise."""
+    """24 hours: the recorded rounds in their order, the rest drawn; the alarms of change that they
+    raise.
+    """
     from assay.monitor.canary import Round
 
     changes, alarms, replay = Changes(60.0, 1.0, scores=False), list[str](), Replay(seed)
@@ -183,29 +203,50 @@ def judge() -> None:
         found = rows[-1]["alarms"]
         waits = [r["interval_s"] for r in rows]
         faults[name] = {
-            "rounds_to_alarm": len(rows) if found else None, "rounds_given": len(rows), "alarms": found,
-            "minutes_to_alarm": sum(waits[:-1]) / 60 if found else None, "states": [r["state"] for r in rows], "reason": rows[-1]["reason"],
-        }  # fmt: skip
+            "rounds_to_alarm": len(rows) if found else None,
+            "rounds_given": len(rows),
+            "alarms": found,
+            "minutes_to_alarm": sum(waits[:-1]) / 60 if found else None,
+            "states": [r["state"] for r in rows],
+            "reason": rows[-1]["reason"],
+        }
     out = {
-        "about": __doc__, "model": "SmolLM2-135M-Instruct as bf16, llama-server on the CPU",
-        "recorded_rounds": {"healthy": len(healthy), "of these with other requests": sum(r["at_work"] for r in healthy)},
+        "about": __doc__,
+        "model": "SmolLM2-135M-Instruct as bf16, llama-server on the CPU",
+        "recorded_rounds": {
+            "healthy": len(healthy),
+            "of these with other requests": sum(r["at_work"] for r in healthy),
+        },
         "alarms_while_healthy": sorted({a for r in healthy for a in r["alarms"]}),
-        "states_while_healthy": {s: sum(r["state"] == s for r in healthy) for s in {r["state"] for r in healthy}},
+        "states_while_healthy": {
+            s: sum(r["state"] == s for r in healthy) for s in {r["state"] for r in healthy}
+        },
         "days": [day(healthy, seed) for seed in range(30)],
         "detection": faults,
         "load": {
-            "requests_a_round": median(r["requests"] for r in idle), "seconds_of_one_stream": median(costs), "cpu_seconds": median(r["cpu_s"] for r in idle),
-            "cores": CORES, "interval_s": wait, "share_of_one_stream": sum(costs) / sum(r["interval_s"] for r in idle),
-            "share_of_cpu": sum(r["cpu_s"] for r in idle) / (CORES * sum(r["interval_s"] for r in idle)),
+            "requests_a_round": median(r["requests"] for r in idle),
+            "seconds_of_one_stream": median(costs),
+            "cpu_seconds": median(r["cpu_s"] for r in idle),
+            "cores": CORES,
+            "interval_s": wait,
+            "share_of_one_stream": sum(costs) / sum(r["interval_s"] for r in idle),
+            "share_of_cpu": sum(r["cpu_s"] for r in idle)
+            / (CORES * sum(r["interval_s"] for r in idle)),
         },
         "environment": kept["environment"],
-    }  # fmt: skip
+    }
     OUT.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
     print(
         json.dumps(
             {
                 k: out[k]
-                for k in ("recorded_rounds", "alarms_while_healthy", "states_while_healthy", "detection", "load")
+                for k in (
+                    "recorded_rounds",
+                    "alarms_while_healthy",
+                    "states_while_healthy",
+                    "detection",
+                    "load",
+                )
             },
             indent=1,
         )
@@ -214,7 +255,9 @@ def judge() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("record", "judge"))
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/assay-identity"))

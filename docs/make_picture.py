@@ -1,7 +1,9 @@
-"""Draw the picture of the README from real checks: `python docs/make_picture.py --demo`, or `TITLE=URL [TITLE=URL ...]`.
+"""Draw the picture of the README from real checks: `python docs/make_picture.py --demo`, or
+`TITLE=URL [TITLE=URL ...]`.
 
-`--demo` runs `assay demo` and draws its two reports. Each URL is a running server; the reports of several are drawn side by
-side. The picture is what a terminal shows, so it changes only when the product does.
+`--demo` runs `assay demo` and draws its two reports. Each URL is a running server; the reports of
+several are drawn side by side. The picture is what a terminal shows, so it changes only when the
+product does.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ def main() -> None:
     parser.add_argument("server", nargs="*", metavar="TITLE=URL")
     parser.add_argument("--demo", action="store_true", help="draw what `assay demo` finds")
     parser.add_argument("--reference-engine", help="trusted model to compare with: hf:PATH")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "assets" / "verdict.svg")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "assets" / "verdict.svg"
+    )
     parser.add_argument("--width", type=int, default=110, help="columns of the terminal")
     arguments = parser.parse_args()
     options = CheckOptions(reference_engine=arguments.reference_engine)
@@ -38,7 +42,9 @@ def main() -> None:
     if len(reports) == 1:
         picture = export_svg(reports[0][1], arguments.width)
     else:
-        picture = export_comparison_svg(reports, "assay demo" if arguments.demo else "assay check", arguments.width)
+        picture = export_comparison_svg(
+            reports, "assay demo" if arguments.demo else "assay check", arguments.width
+        )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(picture, encoding="utf-8")
     print(f"{arguments.out}: {', '.join(report.verdict for _, report in reports)}")

@@ -1,8 +1,10 @@
-"""Write docs/results.md: every key of `results` of every verb, read out of the functions that make it.
+"""Write docs/results.md: every key of `results` of every verb, read out of the functions that make
+it.
 
     python docs/make_results.py [--check]
 
-A key without a meaning in `MEANINGS` ends the script with an error, and so does a meaning whose key is gone.
+A key without a meaning in `MEANINGS` ends the script with an error, and so does a meaning whose key
+is gone.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ VERBS: dict[str, list[str]] = {
     ],
     "reference": ["fidelity/reference.py:keep_reference", "fidelity/reference.py:_write_base"],
     "kv eval": ["lab/kv/evaluate.py:run_eval", "fidelity/cost.py:Budget.results"],
-    "kv sweep": ["lab/kv/evaluate.py:run_sweep", "lab/kv/evaluate.py:_row", "fidelity/cost.py:Budget.results"],
+    "kv sweep": [
+        "lab/kv/evaluate.py:run_sweep",
+        "lab/kv/evaluate.py:_row",
+        "fidelity/cost.py:Budget.results",
+    ],
     "kv attribute": ["lab/kv/sensitivity.py:run_attribute", "fidelity/cost.py:Budget.results"],
     "kv allocate": ["lab/kv/sensitivity.py:run_allocate", "fidelity/cost.py:Budget.results"],
     "kv noise": ["lab/kv/sensitivity.py:run_noise"],
@@ -72,7 +78,9 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 def keys_of(place: str) -> list[str]:
-    """Keys that a function puts into results: those of dicts that it returns, gives as `results=`, or names so."""
+    """Keys that a function puts into results: those of dicts that it returns, gives as `results=`,
+    or names so.
+    """
     file, _, name = place.partition(":")
     found = dict(functions(ast.parse((ROOT / file).read_text(encoding="utf-8"))))
     keys: list[str] = []
@@ -89,8 +97,12 @@ def keys_of(place: str) -> list[str]:
             take(node.right)
         elif isinstance(node, ast.ListComp):
             take(node.elt)
-        elif isinstance(node, ast.DictComp) and isinstance(node.generators[0].iter, ast.Tuple | ast.Call):
-            for constant in ast.walk(node.generators[0].iter):  # its keys are written out in what it goes through
+        elif isinstance(node, ast.DictComp) and isinstance(
+            node.generators[0].iter, ast.Tuple | ast.Call
+        ):
+            for constant in ast.walk(
+                node.generators[0].iter
+            ):  # its keys are written out in what it goes through
                 if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
                     keys.append(constant.value)
         elif isinstance(node, ast.IfExp):
@@ -98,11 +110,18 @@ def keys_of(place: str) -> list[str]:
             take(node.orelse)
 
     for node in ast.walk(found[name]):
-        if isinstance(node, ast.Return) or (isinstance(node, ast.keyword) and node.arg == "results"):
+        if isinstance(node, ast.Return) or (
+            isinstance(node, ast.keyword) and node.arg == "results"
+        ):
             take(node.value)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            if isinstance(target, ast.Name) and target.id in ("results", "shared", "body", "bodies"):
+            if isinstance(target, ast.Name) and target.id in (
+                "results",
+                "shared",
+                "body",
+                "bodies",
+            ):
                 take(node.value)
             elif (
                 isinstance(target, ast.Subscript)
@@ -114,7 +133,8 @@ def keys_of(place: str) -> list[str]:
     return list(dict.fromkeys(keys))
 
 
-# Objects within results: their fields are listed from the dataclass, or their keys from the function that makes them.
+# Objects within results: their fields are listed from the dataclass, or their keys from the
+# function that makes them.
 CLASSES = {
     "gate.parts[]": "gates/gate.py:Part.to_json",
     "doctor.settings[]": "serving/run.py:_setting_json",
@@ -132,12 +152,18 @@ CLASSES = {
 COMMON = {
     "text": "What was scored: sources, tokens, windows, their hash and places, characters a token.",
     "cache": "The KV cache of the model: layers, heads, head size, bytes.",
-    "times": "With a budget: seconds, what each stage was expected to take and took, and what was left out with what that hides.",
+    "times": (
+        "With a budget: seconds, what each stage was expected to take and took, and what was left"
+        " out with what that hides."
+    ),
     "codec": "The codec as it was understood.",
     "mode": "decode, inforward or snapshot.",
     "windows": "How many windows were scored.",
     "tokens": "How many tokens were scored.",
-    "floors": "Mean KL in nats that would be there anyway: another batch, storage in bf16, rounding noise; null where not measured.",
+    "floors": (
+        "Mean KL in nats that would be there anyway: another batch, storage in bf16, rounding"
+        " noise; null where not measured."
+    ),
     "self_test": "Whether the candidate is the reference itself.",
     "engine": "What scored it: versions, model, number formats, threads.",
     "bytes": "Size of the cache, see `kv eval`.",
@@ -150,7 +176,9 @@ COMMON = {
     "kld": "KL(reference‖candidate) in nats: mean, lo, hi and quantiles.",
     "tv": "Mean total variation.",
     "top1_pct": "Tokens with the same likeliest token, percent.",
-    "top1_beyond_rounding_pct": "Tokens whose likeliest token changed by more than rounding, percent.",
+    "top1_beyond_rounding_pct": (
+        "Tokens whose likeliest token changed by more than rounding, percent."
+    ),
     "same_windows": "The allocation on the windows that it was chosen on.",
     "fresh_windows": "The same on windows that took no part.",
     "equal_bits": "The same bits everywhere, on fresh windows.",
@@ -158,17 +186,37 @@ COMMON = {
 }
 MEANINGS: dict[str, dict[str, str]] = {
     "check": {
-        "time": "Seconds in all and of each stage, expected and taken, the budget, the looks, why it stopped, what was left out.",
-        "rollback": "The command that goes back to the settings of the baseline, null where nothing changed.",
-        "rules": "Each rule with its state (holds, broken, unclear, not examined) and what it says.",
+        "time": (
+            "Seconds in all and of each stage, expected and taken, the budget, the looks, why it"
+            " stopped, what was left out."
+        ),
+        "rollback": (
+            "The command that goes back to the settings of the baseline, null where nothing"
+            " changed."
+        ),
+        "rules": (
+            "Each rule with its state (holds, broken, unclear, not examined) and what it says."
+        ),
         "sampling": "Temperature and the other settings of the texts.",
         "reference": "The same figures of the reference, and where they come from.",
-        "probes": "Each probe: name, status (run or skipped), samples {label, kind, onset_char, finish_reason, completion_tokens, text_head}.",
-        "throughput": "valid, decode_tokens_per_s and ttft_s {median, min, max}, itl_s, e2e_s, samples, concurrency, texts.",
+        "probes": (
+            "Each probe: name, status (run or skipped), samples {label, kind, onset_char,"
+            " finish_reason, completion_tokens, text_head}."
+        ),
+        "throughput": (
+            "valid, decode_tokens_per_s and ttft_s {median, min, max}, itl_s, e2e_s, samples,"
+            " concurrency, texts."
+        ),
         "bits_per_byte": "How well the model predicts fixed texts: mean, and each passage.",
         "counters": "What the server itself counted, such as corrupted requests.",
-        "tools": "The tools suite by concurrency: asked, parsed, schema_valid, right, reference, p_value, decision, questions_needed.",
-        "answers": "Answers that can be checked, ours and the reference's: decision, asked, right, gained, lost, difference, p_value.",
+        "tools": (
+            "The tools suite by concurrency: asked, parsed, schema_valid, right, reference,"
+            " p_value, decision, questions_needed."
+        ),
+        "answers": (
+            "Answers that can be checked, ours and the reference's: decision, asked, right, gained,"
+            " lost, difference, p_value."
+        ),
         "tools_skipped": "Why the tools suite was not run, null where it was or was not asked for.",
     },
     "grade": {
@@ -177,12 +225,18 @@ MEANINGS: dict[str, dict[str, str]] = {
         "choices": "In a file of several choices: the grade of each.",
     },
     "verify": {
-        "files": "Each file: path, size, sha256, status (verified, mismatch, missing, extra, unverified), and against what.",
+        "files": (
+            "Each file: path, size, sha256, status (verified, mismatch, missing, extra,"
+            " unverified), and against what."
+        ),
         "statuses": "How many files have each status.",
         "tensors": "How many tensors, of which types.",
         "expected_from": "Where the expected tensors come from.",
         "model_type": "As config.json has it.",
-        "quantization": "The declared method, bits, group_size, algorithm and source; null where none is declared.",
+        "quantization": (
+            "The declared method, bits, group_size, algorithm and source; null where none is"
+            " declared."
+        ),
         "kv_cache": "The declared type of the KV cache, and how many layers have scales.",
         "mtp": "The draft head: announced, present, complete, quantized, status.",
         "advice": "Flags to serve it with.",
@@ -193,7 +247,10 @@ MEANINGS: dict[str, dict[str, str]] = {
     "spec": {
         "temperature": "The temperature of the traffic that --temperature gave, null without it.",
         "health": "healthy, degraded, broken, off, insufficient or unknown.",
-        "record": "engine, drafted, accepted, drafts, acceptance_rate, mean_acceptance_length, per_position, num_speculative_tokens, windows, counts.",
+        "record": (
+            "engine, drafted, accepted, drafts, acceptance_rate, mean_acceptance_length,"
+            " per_position, num_speculative_tokens, windows, counts."
+        ),
         "evidence": "What the health rests on, with Wilson intervals.",
         "per_engine": "The same of each engine of several.",
         "advice": "What to change.",
@@ -204,11 +261,20 @@ MEANINGS: dict[str, dict[str, str]] = {
         "collapse": "When acceptance fell, null where it did not.",
         "head": "Only where health is bad: what is known of the draft head.",
         "mtp_status": "Only with --model: the state of the head in the checkpoint.",
-        "prediction": "Only with --predict: acceptance by position and tokens per step beside the changed target, with errors.",
+        "prediction": (
+            "Only with --predict: acceptance by position and tokens per step beside the changed"
+            " target, with errors."
+        ),
     },
     "compare": {
-        "scored": "Interrupted before the first candidate: how many passages of the reference are kept, and of how many.",
-        "candidates": "One object a candidate, with the keys below from `grade` on. Of one candidate they stand at the top too.",
+        "scored": (
+            "Interrupted before the first candidate: how many passages of the reference are kept,"
+            " and of how many."
+        ),
+        "candidates": (
+            "One object a candidate, with the keys below from `grade` on. Of one candidate they"
+            " stand at the top too."
+        ),
         "pairs": "Every two candidates: difference of mean KL and of ΔNLL {value, lo, hi, p_holm}.",
         "reference": "What scored the reference.",
         "chars_per_token": "Characters of the text a token.",
@@ -222,13 +288,20 @@ MEANINGS: dict[str, dict[str, str]] = {
         "ppl_reference": "Perplexity of the reference.",
         "dppl_pct": "Change of perplexity in percent {value, lo, hi}.",
         "dnll": "Mean NLL of the candidate minus that of the reference, nats a token.",
-        "kld": "KL(reference‖candidate) in nats: mean, lo, hi, median, p90, p99, max, quantile_intervals, kind (exact or lower_bound).",
+        "kld": (
+            "KL(reference‖candidate) in nats: mean, lo, hi, median, p90, p99, max,"
+            " quantile_intervals, kind (exact or lower_bound)."
+        ),
         "kld_reverse": "KL(candidate‖reference).",
         "top1_pct": "Tokens with the same likeliest token, percent.",
-        "top1_beyond_rounding_pct": "Tokens whose likeliest token changed by more than rounding, percent.",
+        "top1_beyond_rounding_pct": (
+            "Tokens whose likeliest token changed by more than rounding, percent."
+        ),
         "tv": "Mean total variation.",
         "mean_abs_dp": "Mean |p_candidate − p_reference| of the target token.",
-        "design_effect": "How much wider clusters make the interval of ΔNLL, as a ratio of variances.",
+        "design_effect": (
+            "How much wider clusters make the interval of ΔNLL, as a ratio of variances."
+        ),
         "windows_needed": "Windows that would decide, null where none would.",
         "aim": "The grade that those windows would decide.",
         "candidate": "Its label.",
@@ -236,8 +309,14 @@ MEANINGS: dict[str, dict[str, str]] = {
         "engaged": "Whether the candidate took part: ok, fires, bytes_read, zero_share.",
         "breakdowns": "KL and ΔNLL by depth, by the reference's confidence and by kind of token.",
         "worst_tokens": "The tokens of the largest KL, with the text before them.",
-        "memory": "Bytes on the fullest device: predicted from the headers, available, measured_peak, and each side's parts.",
-        "routing": "With --routing: which tokens change experts, by layer and over all, and KL with the reference's routing.",
+        "memory": (
+            "Bytes on the fullest device: predicted from the headers, available, measured_peak, and"
+            " each side's parts."
+        ),
+        "routing": (
+            "With --routing: which tokens change experts, by layer and over all, and KL with the"
+            " reference's routing."
+        ),
         "per_window": "Each window: its number, dnll, kld, top1, tokens, block.",
         "margins": "Each margin as a test of its own: p, and p_holm over all of the run.",
         "control": "With --control: verdict, difference, lo, hi, windows_needed.",
@@ -260,10 +339,16 @@ MEANINGS: dict[str, dict[str, str]] = {
         "calibration": "Where the calibration comes from.",
         "table_tokens": "Tokens that share the tables.",
         "control": "With --control: verdict, difference, lo, hi, windows_needed.",
-        "bytes": "stored, bf16, ratio, bits_per_value, tables, ratio_at by context, break_even_tokens, tables_decoder, tables_encoder.",
+        "bytes": (
+            "stored, bf16, ratio, bits_per_value, tables, ratio_at by context, break_even_tokens,"
+            " tables_decoder, tables_encoder."
+        ),
     },
     "kv sweep": {
-        "rows": "One a codec: bytes, grade, dppl_pct, kld, top1_pct, tokens, windows and the keys below.",
+        "rows": (
+            "One a codec: bytes, grade, dppl_pct, kld, top1_pct, tokens, windows and the keys"
+            " below."
+        ),
         "front": "Codecs on the Pareto front of bytes and KL.",
         "winner": "The chosen codec on the same and on fresh windows, and the winner's curse.",
         "failed": "Codecs that could not be measured, and why.",
@@ -286,10 +371,16 @@ MEANINGS: dict[str, dict[str, str]] = {
     "kv noise": {"curves": "KL by the size of the noise, with its slope."},
     "kv diagnose": {"layers": "Errors, outliers and rank of every layer and stream."},
     "kv calibrate": {"bytes": "Size of the file."},
-    "kv list": {"codecs": "Each codec with its parameters.", "wrappers": "Each wrapper with its parameters."},
+    "kv list": {
+        "codecs": "Each codec with its parameters.",
+        "wrappers": "Each wrapper with its parameters.",
+    },
     "kv encode": {"bytes": "Size of the stream.", "relative_squared_error": "Σ(x − x̂)² over Σx²."},
     "kv decode": {"stream_bytes": "Size of the stream."},
-    "kv serve": {"layers": "Layers that are coded.", "dry_run": "Whether the command was only printed."},
+    "kv serve": {
+        "layers": "Layers that are coded.",
+        "dry_run": "Whether the command was only printed.",
+    },
     "gate": {
         "contract": "File, hash and sections of the contract.",
         "parts": "Each part with its verdict and the limits that were judged.",
@@ -299,30 +390,47 @@ MEANINGS: dict[str, dict[str, str]] = {
         "limits": "With --lint, which examines nothing: the limits of each section.",
     },
     "doctor": {
-        "baseline": "The command without its settings, and its verdict; null where it was not started.",
+        "baseline": (
+            "The command without its settings, and its verdict; null where it was not started."
+        ),
         "given": "The command as it was given, and its verdict.",
-        "settings": "Each setting with its safe value, its role (guilty, innocent, cannot_run, no_effect, undecided) and what the log says of it.",
+        "settings": (
+            "Each setting with its safe value, its role (guilty, innocent, cannot_run, no_effect,"
+            " undecided) and what the log says of it."
+        ),
         "guilty": "Settings of the smallest sets that break the server.",
         "guilty_sets": "The sets themselves.",
         "proven": "Whether the sets are shown by starts, not only the likeliest.",
         "symptoms": "Rules that the given command breaks.",
-        "best": "The fastest sane command, or the one with most settings; null where none was started.",
+        "best": (
+            "The fastest sane command, or the one with most settings; null where none was started."
+        ),
         "ladder": "Sane commands from the baseline up, with their speed.",
         "starts": "Every start of the engine: settings, state and what it broke.",
         "launches": "How often an engine was started.",
         "launches_exhaustive": "How often trying every set would have started one.",
         "minutes": "What it took.",
-        "fault": "What a baseline that fails speaks against: checkpoint or engine; null where nothing tells them apart.",
+        "fault": (
+            "What a baseline that fails speaks against: checkpoint or engine; null where nothing"
+            " tells them apart."
+        ),
         "out_of_time": "Whether the budget ended it.",
-        "kept_in_baseline": "Settings that stayed in the baseline, as it does not run without them.",
+        "kept_in_baseline": (
+            "Settings that stayed in the baseline, as it does not run without them."
+        ),
         "error_rate": "Chance of a wrong guilty set that the search keeps to.",
-        "fault_rate": "Chance that one start of a faulty command shows the fault, as it was assumed.",
+        "fault_rate": (
+            "Chance that one start of a faulty command shows the fault, as it was assumed."
+        ),
         "issue": "A bug report in the engine's form.",
     },
     "bundle verify": {
         "files": "How many files the bundle has.",
         "stated_verdict": "The verdict that its report states.",
-        "starts": "Each start: settings, the state that is stated, and the state that its evidence gives again.",
+        "starts": (
+            "Each start: settings, the state that is stated, and the state that its evidence gives"
+            " again."
+        ),
         "guilty": "Settings that its report calls guilty.",
     },
     "demo": {
@@ -338,15 +446,24 @@ MEANINGS: dict[str, dict[str, str]] = {
         "reports": "Command, verdict and grade of each report that it rests on.",
     },
     "table": {
-        "rows": "Each candidate: run, reference, windows, clusters, tokens, kld, dppl_pct, top1_pct with intervals, kld_above.",
+        "rows": (
+            "Each candidate: run, reference, windows, clusters, tokens, kld, dppl_pct, top1_pct"
+            " with intervals, kld_above."
+        ),
         "windows": "How many rows were read.",
         "format": "Format of the rows: assay-rows/1.",
     },
     "gap": {
         "base_mode": "The mode in which engine and codec are told apart.",
-        "total": "NLL(candidate with codec) − NLL(reference without), nats a token {value, lo, hi}, KL, dppl_pct, measured_apart.",
+        "total": (
+            "NLL(candidate with codec) − NLL(reference without), nats a token {value, lo, hi}, KL,"
+            " dppl_pct, measured_apart."
+        ),
         "total_by_path": "The total as the sum of the path has it.",
-        "buckets": "name, dnll, lo, hi, share, KL and parts; engine, codec, interaction, harness and finer ones.",
+        "buckets": (
+            "name, dnll, lo, hi, share, KL and parts; engine, codec, interaction, harness and finer"
+            " ones."
+        ),
         "repeatability": "What the buckets leave over of the total that was measured apart.",
         "closure": "The same under its old name.",
         "checks": "Predictions of the buckets against measurements that took no part.",
@@ -373,7 +490,11 @@ def fields_of(place: str) -> list[str]:
     file, _, name = place.partition(":")
     for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+            return [
+                n.target.id
+                for n in node.body
+                if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+            ]
     raise SystemExit(f"docs/make_results.py: no class {place}")
 
 
@@ -391,7 +512,11 @@ def page() -> str:
     for verb, places in VERBS.items():
         keys = list(dict.fromkeys(key for place in places for key in keys_of(place)))
         meanings = MEANINGS[verb]
-        wrong += [f"{verb}: {key} has no meaning" for key in keys if key not in meanings and key not in COMMON]
+        wrong += [
+            f"{verb}: {key} has no meaning"
+            for key in keys
+            if key not in meanings and key not in COMMON
+        ]
         wrong += [f"{verb}: {key} is gone" for key in meanings if key not in keys]
         lines += ["", f"## {verb}", ""]
         if verb == "kv eval":
@@ -400,8 +525,12 @@ def page() -> str:
         lines += [f"| `{key}` | {meanings.get(key) or COMMON.get(key, '')} |" for key in keys]
         for path, place in CLASSES.items():
             if path.partition(".")[0] == verb:
-                made = place.rpartition(".")[2] == "to_json" or place.partition(":")[2].startswith("_")
-                names = ", ".join(f"`{name}`" for name in (keys_of(place) if made else fields_of(place)))
+                made = place.rpartition(".")[2] == "to_json" or place.partition(":")[2].startswith(
+                    "_"
+                )
+                names = ", ".join(
+                    f"`{name}`" for name in (keys_of(place) if made else fields_of(place))
+                )
                 lines += ["", f"Fields of `{path.partition('.')[2]}`: {names}."]
     for verb, other in SAME.items():
         lines += ["", f"## {verb}", "", f"The keys of [{other}](#{other})."]

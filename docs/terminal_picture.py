@@ -1,4 +1,6 @@
-"""A report as an SVG picture of a terminal, for a README: rich's export, without the fonts it would load."""
+"""A report as an SVG picture of a terminal, for a README: rich's export, without the fonts it would
+load.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from assay.verdict import Report
 if TYPE_CHECKING:
     from rich.console import Console
 
-# rich's own frame, less its font links (an SVG in a README loads nothing) and with fonts that readers have.
+# rich's own frame, less its font links (an SVG in a README loads nothing) and with fonts that
+# readers have.
 _FORMAT = """\
 <svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>

@@ -1,4 +1,6 @@
-"""Quantised forms of the small Llama, packed as the formats prescribe, and checkpoints with draft heads."""
+"""Quantised forms of the small Llama, packed as the formats prescribe, and checkpoints with draft
+heads.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def scales(*shape: int) -> np.ndarray:
     return RNG.uniform(0.001, 0.01, shape)
 
 
-def gptq_module(out: int, width: int, bits: int = 4, group: int = GROUP, g_idx: bool = True) -> Arrays:
+def gptq_module(
+    out: int, width: int, bits: int = 4, group: int = GROUP, g_idx: bool = True
+) -> Arrays:
     groups = width // group
     module: Arrays = {
         "qweight": ("I32", words(width * bits // 32, out)),
@@ -74,11 +78,16 @@ def fp8_module(out: int, width: int, block: int | None = None) -> Arrays:
     if block:
         scale = scales(-(-out // block), -(-width // block))
         return {"weight": ("F8_E4M3", fp8_values(out, width)), "weight_scale_inv": ("F32", scale)}
-    return {"weight": ("F8_E4M3", fp8_values(out, width)), "weight_scale": ("BF16", bf16(scales(out, 1)))}
+    return {
+        "weight": ("F8_E4M3", fp8_values(out, width)),
+        "weight_scale": ("BF16", bf16(scales(out, 1))),
+    }
 
 
 def nvfp4_module(out: int, width: int, modelopt: bool = True) -> Arrays:
-    weight, second = ("weight", "weight_scale_2") if modelopt else ("weight_packed", "weight_global_scale")
+    weight, second = (
+        ("weight", "weight_scale_2") if modelopt else ("weight_packed", "weight_global_scale")
+    )
     rest = {"input_scale": ("F32", np.array(0.002))} if modelopt else {}
     return rest | {
         weight: ("U8", RNG.integers(1, 255, (out, width // 2))),
@@ -99,7 +108,9 @@ def bnb4_module(out: int, width: int) -> Arrays:
 Pack = Callable[[int, int], Arrays]
 
 
-def quantize(tensors: Arrays, pack: Pack, only: Callable[[str], bool] = lambda module: True) -> Arrays:
+def quantize(
+    tensors: Arrays, pack: Pack, only: Callable[[str], bool] = lambda module: True
+) -> Arrays:
     """Replace the Linear weights of the decoder layers by what `pack(out, in)` gives."""
     result: Arrays = {}
     for name, value in tensors.items():
@@ -126,21 +137,46 @@ AUTO_ROUND = {
     "packing_format": "auto_round:auto_gptq", "block_name_to_quantize": "model.layers",
 }  # fmt: skip
 W4A16 = {
-    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
-    "config_groups": {"group_0": {
-        "targets": ["Linear"],
-        "weights": {"num_bits": 4, "type": "int", "group_size": GROUP, "strategy": "group", "symmetric": True},
-    }},
-}  # fmt: skip
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "group_size": GROUP,
+                "strategy": "group",
+                "symmetric": True,
+            },
+        }
+    },
+}
 CT_FP8 = {
-    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
-    "config_groups": {"group_0": {
-        "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
-        "input_activations": {"num_bits": 8, "type": "float", "dynamic": True},
-    }},
-}  # fmt: skip
-FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
-MODELOPT_NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+            "input_activations": {"num_bits": 8, "type": "float", "dynamic": True},
+        }
+    },
+}
+FP8_BLOCK = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+}
+MODELOPT_NVFP4 = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "group_size": 16,
+    "ignore": ["lm_head"],
+}
 BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 GATED_ATTENTION = """
@@ -218,7 +254,9 @@ GLUE = """
 {at}.shared_head.head.weight V H
 {at}.embed_tokens.weight V H
 """
-QK_BIASES = "{at}.self_attn.q_proj.bias A\n{at}.self_attn.k_proj.bias K\n{at}.self_attn.v_proj.bias K\n"
+QK_BIASES = (
+    "{at}.self_attn.q_proj.bias A\n{at}.self_attn.k_proj.bias K\n{at}.self_attn.v_proj.bias K\n"
+)
 GQA = """
 {at}.self_attn.q_proj.weight A H
 {at}.self_attn.k_proj.weight K H
@@ -236,10 +274,19 @@ model.mtp_layers.0.input_proj.weight H 2*H
 
 MTP_SIZES = SIZES | {"E": 4, "M": 32}
 _HYBRID = {
-    "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
-}  # fmt: skip
-_GROUPED = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+_GROUPED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 
 
 def at(table: str, *places: str) -> str:
@@ -264,22 +311,36 @@ def mtp_family(name: str) -> tuple[dict[str, Any], str, str]:
     if name == "deepseek_v3":
         body = at(LATENT, *every) + "\n" + at(DENSE, every[0]) + "\n" + at(GROUPED_MOE, *every[1:])
         head = at(GLUE + LATENT + GROUPED_MOE, "model.layers.4")
-        extra = _GROUPED | {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-                            "v_head_dim": 16, "num_nextn_predict_layers": 1}  # fmt: skip
+        extra = _GROUPED | {
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "num_nextn_predict_layers": 1,
+        }
         return config(model_type=name, architectures=["DeepseekV3ForCausalLM"], **extra), body, head
     if name == "glm4_moe":
         attention = GQA + QK_BIASES
-        body = at(attention, *every) + "\n" + at(DENSE, every[0]) + "\n" + at(GROUPED_MOE, *every[1:])
+        body = (
+            at(attention, *every) + "\n" + at(DENSE, every[0]) + "\n" + at(GROUPED_MOE, *every[1:])
+        )
         head = at(GLUE + attention + GROUPED_MOE, "model.layers.4")
         extra = _GROUPED | {"num_nextn_predict_layers": 1, "use_qk_norm": False}
         return (
-            config(model_type=name, architectures=["Glm4MoeForCausalLM"], **extra | {"attention_bias": True}),
+            config(
+                model_type=name,
+                architectures=["Glm4MoeForCausalLM"],
+                **extra | {"attention_bias": True},
+            ),
             body,
             head,
         )
     attention = GQA + QK_BIASES + DENSE
     head = MIMO_ENTRY + at(attention, "model.mtp_layers.0")
-    settings = config(model_type="mimo", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
+    settings = config(
+        model_type="mimo", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1
+    )
     return settings, at(attention, *every), head
 
 
@@ -300,7 +361,9 @@ def centred_norms(tensors: Arrays) -> Arrays:
 def mtp_checkpoint(folder: Path, family: str, *, head: bool = True, **changes: Any) -> Path:
     settings, body, extra = mtp_family(family)
     write_small_files(folder, settings | changes)
-    tensors = fill(ENDS + body + ("\n" + extra if head else ""), MTP_SIZES, np.random.default_rng(3))
+    tensors = fill(
+        ENDS + body + ("\n" + extra if head else ""), MTP_SIZES, np.random.default_rng(3)
+    )
     if family.startswith("qwen"):
         tensors = centred_norms(tensors)
     write_shards(folder, tensors)
@@ -309,7 +372,10 @@ def mtp_checkpoint(folder: Path, family: str, *, head: bool = True, **changes: A
 
 def qwen3(folder: Path) -> Path:
     write_small_files(folder, config(model_type="qwen3", architectures=["Qwen3ForCausalLM"]))
-    write_shards(folder, fill(ENDS + layers(LLAMA_LAYER + QWEN3_NORMS.lstrip(), 4), SIZES, np.random.default_rng(2)))
+    write_shards(
+        folder,
+        fill(ENDS + layers(LLAMA_LAYER + QWEN3_NORMS.lstrip(), 4), SIZES, np.random.default_rng(2)),
+    )
     return folder
 
 
@@ -320,10 +386,12 @@ def eagle3(folder: Path, fc_width: int = 192, draft_vocab: int = 96) -> Path:
     ))  # fmt: skip
     rng = np.random.default_rng(4)
     table = f"fc.weight H {fc_width}\nnorm.weight H\nlm_head.weight 96 H\n" + at(
-        "{at}.self_attn.q_proj.weight A 2*H\n{at}.self_attn.k_proj.weight K 2*H\n{at}.self_attn.v_proj.weight K 2*H\n"
-        "{at}.self_attn.o_proj.weight H A\n{at}.hidden_norm.weight H\n{at}.input_layernorm.weight H\n"
-        "{at}.post_attention_layernorm.weight H\n" + DENSE.strip(), "midlayer",
-    )  # fmt: skip
+        "{at}.self_attn.q_proj.weight A 2*H\n{at}.self_attn.k_proj.weight K"
+        " 2*H\n{at}.self_attn.v_proj.weight K 2*H\n{at}.self_attn.o_proj.weight H"
+        " A\n{at}.hidden_norm.weight H\n{at}.input_layernorm.weight"
+        " H\n{at}.post_attention_layernorm.weight H\n" + DENSE.strip(),
+        "midlayer",
+    )
     tensors = fill(table, SIZES, rng)
     tensors["d2t"] = ("I64", np.arange(96))
     tensors["t2d"] = ("BOOL", (np.arange(320) < 96).astype("u1"))

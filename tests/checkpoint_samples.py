@@ -1,7 +1,7 @@
 """Small checkpoints with real names, shapes and file formats, written without any model library.
 
-The name tables are typed from the published repositories, not taken from `assay.checkpoint`, so that a wrong layout
-there shows as a finding on a healthy sample.
+The name tables are typed from the published repositories, not taken from `assay.checkpoint`, so
+that a wrong layout there shows as a finding on a healthy sample.
 """
 
 from __future__ import annotations
@@ -16,8 +16,18 @@ import numpy as np
 Arrays = dict[str, tuple[str, np.ndarray]]
 """(dtype of the safetensors format, array of words) by tensor name."""
 
-_WORDS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "I32": "<i4", "U8": "u1", "I8": "i1", "F8_E4M3": "u1",
-          "I64": "<i8", "BOOL": "u1", "F8_E8M0": "u1"}  # fmt: skip
+_WORDS = {
+    "BF16": "<u2",
+    "F16": "<f2",
+    "F32": "<f4",
+    "I32": "<i4",
+    "U8": "u1",
+    "I8": "i1",
+    "F8_E4M3": "u1",
+    "I64": "<i8",
+    "BOOL": "u1",
+    "F8_E8M0": "u1",
+}
 
 TEMPLATE = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
 
@@ -27,7 +37,9 @@ def bf16(values: np.ndarray) -> np.ndarray:
     return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype("<u2")
 
 
-def normal(shape: tuple[int, ...], rng: np.random.Generator, scale: float = 0.02) -> tuple[str, np.ndarray]:
+def normal(
+    shape: tuple[int, ...], rng: np.random.Generator, scale: float = 0.02
+) -> tuple[str, np.ndarray]:
     return "BF16", bf16(rng.normal(0, scale, shape))
 
 
@@ -36,7 +48,11 @@ def write_safetensors(path: Path, tensors: Arrays) -> None:
     at, bodies = 0, []
     for name, (dtype, array) in tensors.items():
         body = np.ascontiguousarray(array, _WORDS[dtype]).tobytes()
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [at, at + len(body)]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(array.shape),
+            "data_offsets": [at, at + len(body)],
+        }
         at += len(body)
         bodies.append(body)
     raw = json.dumps(header).encode()
@@ -52,11 +68,15 @@ def read_safetensors(path: Path) -> Arrays:
     return {
         name: (
             e["dtype"],
-            np.frombuffer(data[8 + length + e["data_offsets"][0] : 8 + length + e["data_offsets"][1]], _WORDS[e["dtype"]])
-            .reshape(e["shape"]).copy(),
+            np.frombuffer(
+                data[8 + length + e["data_offsets"][0] : 8 + length + e["data_offsets"][1]],
+                _WORDS[e["dtype"]],
+            )
+            .reshape(e["shape"])
+            .copy(),
         )
         for name, e in header.items()
-    }  # fmt: skip
+    }
 
 
 def write_shards(folder: Path, tensors: Arrays, shards: int = 2) -> None:
@@ -72,7 +92,10 @@ def write_shards(folder: Path, tensors: Arrays, shards: int = 2) -> None:
         write_safetensors(folder / file, {n: tensors[n] for n in part})
         mapped.update(dict.fromkeys(part, file))
     total = sum(np.ascontiguousarray(a, _WORDS[d]).nbytes for d, a in tensors.values())
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": mapped})
+    write_json(
+        folder / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": mapped},
+    )
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -144,11 +167,25 @@ def layers(table: str, count: int) -> str:
 
 def config(**changes: Any) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320,
-        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
-    } | changes  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 320,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | changes
 
 
 def write_small_files(folder: Path, settings: dict[str, Any], vocab: int = 320) -> None:
@@ -156,20 +193,30 @@ def write_small_files(folder: Path, settings: dict[str, Any], vocab: int = 320) 
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", settings)
     write_json(
-        folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "temperature": 0.7, "top_p": 0.9}
+        folder / "generation_config.json",
+        {"bos_token_id": 1, "eos_token_id": 2, "temperature": 0.7, "top_p": 0.9},
     )
     words = {"<unk>": 0, "<s>": 1, "</s>": 2}
     words |= {chr(0x4E00 + i): i + 3 for i in range(vocab - 5)}
     words[chr(0x4E00) + chr(0x4E01)] = vocab - 2
-    added = [{"id": i, "content": t, "special": True} for t, i in (("<unk>", 0), ("<s>", 1), ("</s>", 2))]
+    added = [
+        {"id": i, "content": t, "special": True} for t, i in (("<unk>", 0), ("<s>", 1), ("</s>", 2))
+    ]
     added.append({"id": vocab - 1, "content": "<|user|>", "special": True})
     model = {"type": "BPE", "vocab": words, "merges": [[chr(0x4E00), chr(0x4E01)]]}
     write_json(folder / "tokenizer.json", {"version": "1.0", "added_tokens": added, "model": model})
     decoder = {str(e["id"]): {"content": e["content"], "special": True} for e in added}
-    write_json(folder / "tokenizer_config.json", {
-        "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "added_tokens_decoder": decoder,
-        "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast",
-    })  # fmt: skip
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+            "added_tokens_decoder": decoder,
+            "chat_template": TEMPLATE,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        },
+    )
 
 
 def llama(folder: Path, *, shards: int = 2, seed: int = 0, **changes: Any) -> Arrays:

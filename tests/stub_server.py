@@ -4,7 +4,8 @@
         stub.on("POST /v1/chat/completions", rate_limited(retry_after="1", times=1))
         ServerEngine.connect(stub.url)
 
-A behaviour is a callable that gets an `Exchange`. What a healthy answer looks like was taken from vLLM.
+A behaviour is a callable that gets an `Exchange`. What a healthy answer looks like was taken from
+vLLM.
 """
 
 from __future__ import annotations
@@ -52,7 +53,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, method: str) -> None:
         length = int(self.headers.get("content-length", 0))
         raw = self.rfile.read(length)
-        exchange = Exchange(self, f"{method} {self.path}", dict(self.headers.items()), json.loads(raw) if raw else {})
+        exchange = Exchange(
+            self,
+            f"{method} {self.path}",
+            dict(self.headers.items()),
+            json.loads(raw) if raw else {},
+        )
         self.stub.record(exchange)
         with suppress(ConnectionError, TimeoutError):
             self.stub.behaviour(exchange.route)(exchange)
@@ -80,7 +86,9 @@ class Exchange:
             self.handler.send_header(name, value)
         self.handler.end_headers()
 
-    def send(self, body: bytes, *, status: int = 200, kind: str = "application/json", **headers: str) -> None:
+    def send(
+        self, body: bytes, *, status: int = 200, kind: str = "application/json", **headers: str
+    ) -> None:
         self.begin(status, {"Content-Type": kind, "Content-Length": str(len(body)), **headers})
         self.write(body)
 
@@ -110,7 +118,9 @@ class StubServer:
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        server_class = type("Server", (ThreadingHTTPServer,), {"address_family": family, "daemon_threads": True})
+        server_class = type(
+            "Server", (ThreadingHTTPServer,), {"address_family": family, "daemon_threads": True}
+        )
         handler = type("Handler", (_Handler,), {"stub": self})
         self._server = server_class((host, 0), handler)
         self._lock = Lock()
@@ -121,14 +131,18 @@ class StubServer:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self.on("GET /v1/models", models(MODEL))
         self.on("GET /version", lambda e: e.json({"version": "0.32.0"}))
-        self.on("GET /metrics", lambda e: e.send(METRICS.encode(), kind="text/plain; version=0.0.4"))
+        self.on(
+            "GET /metrics", lambda e: e.send(METRICS.encode(), kind="text/plain; version=0.0.4")
+        )
         self.on("POST /v1/chat/completions", healthy())
         self.on("POST /v1/completions", healthy())
         self.on("POST /tokenize", _tokenize)
         self.on("POST /detokenize", _detokenize)
 
     def on(self, route: str, behaviour: Behaviour) -> StubServer:
-        """Answer `METHOD /path` with `behaviour`; the path `*` stands for all paths without their own."""
+        """Answer `METHOD /path` with `behaviour`; the path `*` stands for all paths without their
+        own.
+        """
         self._behaviours[route] = behaviour
         return self
 
@@ -152,7 +166,9 @@ class StubServer:
         return [e.body for e in self.exchanges if e.route == route]
 
     def __enter__(self) -> StubServer:
-        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -166,7 +182,15 @@ class StubServer:
 
 def models(*names: str, owned_by: str = "vllm", **fields: Any) -> Behaviour:
     cards = [
-        {"id": n, "object": "model", "owned_by": owned_by, "root": n, "max_model_len": 2048, **fields} for n in names
+        {
+            "id": n,
+            "object": "model",
+            "owned_by": owned_by,
+            "root": n,
+            "max_model_len": 2048,
+            **fields,
+        }
+        for n in names
     ]
     return lambda e: e.json({"object": "list", "data": cards})
 
@@ -183,14 +207,21 @@ def _tokenize(e: Exchange) -> None:
 
 
 def _detokenize(e: Exchange) -> None:
-    e.json({"prompt": "".join(["The", " capital", " of", " France", " is"][t - 100] for t in e.body["tokens"])})
+    e.json(
+        {
+            "prompt": "".join(
+                ["The", " capital", " of", " France", " is"][t - 100] for t in e.body["tokens"]
+            )
+        }
+    )
 
 
 @dataclass
 class healthy:
     """Answers both routes, whole or streamed, the way vLLM does.
 
-    `chunks` are the texts of the stream; each counts `per_chunk` tokens. The switches leave out what some servers do.
+    `chunks` are the texts of the stream; each counts `per_chunk` tokens. The switches leave out
+    what some servers do.
     """
 
     chunks: tuple[str, ...] = WORDS
@@ -235,17 +266,36 @@ class healthy:
 
     def _usage(self, e: Exchange, completion: int) -> dict[str, int]:
         prompt = self.prompt_tokens(e)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
 
     def _whole(self, e: Exchange) -> None:
         text = "".join(self.chunks)
         if "messages" in e.body:
-            message = {"role": "assistant", "content": text, self.reasoning_field: self.reasoning or None}
-            choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": self.finish_reason}
+            message = {
+                "role": "assistant",
+                "content": text,
+                self.reasoning_field: self.reasoning or None,
+            }
+            choice: dict[str, Any] = {
+                "index": 0,
+                "message": message,
+                "finish_reason": self.finish_reason,
+            }
             if e.body.get("logprobs"):
-                choice["logprobs"] = {"content": [{"token": "Paris", "logprob": -0.5, "bytes": None}]}
+                choice["logprobs"] = {
+                    "content": [{"token": "Paris", "logprob": -0.5, "bytes": None}]
+                }
         else:
-            choice = {"index": 0, "text": text, "finish_reason": self.finish_reason, "logprobs": None}
+            choice = {
+                "index": 0,
+                "text": text,
+                "finish_reason": self.finish_reason,
+                "logprobs": None,
+            }
         choices = [choice]
         if "messages" not in e.body:
             prompt = e.body["prompt"]
@@ -301,7 +351,9 @@ class healthy:
 
         def event(part: dict[str, Any], tokens: int, finish: str | None = None) -> bytes:
             choice = {"index": 0, **({"delta": part} if chat else part), "finish_reason": finish}
-            return sse({"choices": [choice], **({"usage": self._usage(e, tokens)} if running else {})})
+            return sse(
+                {"choices": [choice], **({"usage": self._usage(e, tokens)} if running else {})}
+            )
 
         if chat and self.role_chunk:
             yield event({"role": "assistant", "content": ""}, 0)
@@ -350,7 +402,9 @@ def redirect(to: str, code: int = 307) -> Behaviour:
     return lambda e: e.send(b"", status=code, Location=to)
 
 
-def page(html: str = "<!DOCTYPE html><html><head><title>Sign in &amp; go</title></head></html>") -> Behaviour:
+def page(
+    html: str = "<!DOCTYPE html><html><head><title>Sign in &amp; go</title></head></html>",
+) -> Behaviour:
     return lambda e: e.send(html.encode(), kind="text/html")
 
 

@@ -16,9 +16,16 @@ SHOWN = ("numpy", "scipy", "httpx", "jinja2", "rich", "prometheus_client")
 
 def loaded_after(program: str, names: tuple[str, ...]) -> list[str]:
     """Those of `names` that a fresh interpreter has loaded after `program`."""
-    tail = f"\nimport json, sys\nprint(json.dumps([n for n in {names!r} if n in sys.modules]), file=sys.stderr)"
+    tail = (
+        f"\nimport json, sys\nprint(json.dumps([n for n in {names!r} if n in sys.modules]),"
+        " file=sys.stderr)"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", program + tail], capture_output=True, text=True, check=True, timeout=240
+        [sys.executable, "-c", program + tail],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
     )
     loaded: list[str] = json.loads(done.stderr.splitlines()[-1])
     return loaded
@@ -26,7 +33,9 @@ def loaded_after(program: str, names: tuple[str, ...]) -> list[str]:
 
 def test_help_answers_within_a_quarter_of_a_second() -> None:
     def seconds() -> float:
-        """Time on a core: waiting for one beside other programs says nothing of assay, nor does a slow run alone."""
+        """Time on a core: waiting for one beside other programs says nothing of assay, nor does a
+        slow run alone.
+        """
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "assay", "--help"], check=True, capture_output=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -43,9 +52,8 @@ def test_the_command_line_alone_loads_nothing_heavy() -> None:
 def test_a_whole_check_of_a_server_loads_no_engine() -> None:
     with StubServer() as stub:
         program = (
-            "from assay.cli.main import invoke\n"
-            f"code = invoke(['check', {stub.url!r}, '--json', '--samples', '1', '--repeats', '3', '--run-code'])\n"
-            "assert code in (0, 1, 3), code"
+            f"from assay.cli.main import invoke\ncode = invoke(['check', {stub.url!r}, '--json',"
+            " '--samples', '1', '--repeats', '3', '--run-code'])\nassert code in (0, 1, 3), code"
         )
         assert loaded_after(program, HEAVY) == []
 
@@ -59,11 +67,11 @@ def test_what_needs_no_engine_runs_where_torch_is_forbidden(tmp_path: Path) -> N
     (tmp_path / "text.txt").write_text("The capital of France is Paris.")
     (tmp_path / "vllm.log").write_text("INFO nothing of drafts\n")
     program = (
-        "import sys\n"
-        "for name in ('torch', 'transformers', 'vllm'): sys.modules[name] = None\n"
-        "from assay.cli.main import invoke\n"
-        "codes = [invoke(a) for a in (['--help'], ['grade', 'text.txt'], ['spec', 'vllm.log'], ['verify', '.'])]\n"
-        "assert 70 not in codes, codes\n"
+        "import sys\nfor name in ('torch', 'transformers', 'vllm'): sys.modules[name] = None\nfrom"
+        " assay.cli.main import invoke\ncodes = [invoke(a) for a in (['--help'], ['grade',"
+        " 'text.txt'], ['spec', 'vllm.log'], ['verify', '.'])]\nassert 70 not in codes, codes\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")

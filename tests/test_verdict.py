@@ -19,7 +19,8 @@ FAILING = Finding("coherence.degenerate", Severity.ERROR, "loops")
 
 
 @pytest.mark.parametrize(
-    ("verdict", "code"), [(Verdict.PASS, 0), (Verdict.FAIL, 1), (Verdict.ERROR, 2), (Verdict.INCONCLUSIVE, 3)]
+    ("verdict", "code"),
+    [(Verdict.PASS, 0), (Verdict.FAIL, 1), (Verdict.ERROR, 2), (Verdict.INCONCLUSIVE, 3)],
 )
 def test_exit_codes(verdict: Verdict, code: int) -> None:
     report = Report("check", verdict, findings=(FAILING,))
@@ -44,7 +45,9 @@ def test_the_worst_of_several(verdicts: list[str], answer: str) -> None:
 
 def test_a_failure_needs_a_finding_that_says_why() -> None:
     with pytest.raises(ValueError, match="severity `error`"):
-        Report("check", Verdict.FAIL, findings=(Finding("coherence.unclear", Severity.WARNING, "?"),))
+        Report(
+            "check", Verdict.FAIL, findings=(Finding("coherence.unclear", Severity.WARNING, "?"),)
+        )
 
 
 @pytest.mark.parametrize("id_", ["coherence", "coherence.", ".loop", "weather.rain", ""])
@@ -63,13 +66,19 @@ def test_the_json_of_a_report() -> None:
         "subject": {},
         "findings": [
             {
-                "id": "coherence.degenerate", "severity": "error", "title": "loops", "detail": "", "evidence": {},
-                "causes": [], "remedies": [], "references": [],
+                "id": "coherence.degenerate",
+                "severity": "error",
+                "title": "loops",
+                "detail": "",
+                "evidence": {},
+                "causes": [],
+                "remedies": [],
+                "references": [],
             }
         ],
         "results": {"speed": None},
         "environment": {},
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,9 @@ anything = st.recursive(
     | st.floats()
     | st.text(st.characters(codec=None))
     | st.sampled_from(Verdict),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
     max_leaves=20,
 )
 
@@ -132,7 +143,11 @@ def test_everything_that_goes_in_comes_out_as_strict_json(value: Any) -> None:
     [
         (AssayError("no", finding_id="server.failing", remedy="do"), "error", "error"),
         (UsageError("no", remedy="do"), "error", "error"),
-        (InconclusiveError("no", finding_id="server.timeout", remedy="do"), "inconclusive", "warning"),
+        (
+            InconclusiveError("no", finding_id="server.timeout", remedy="do"),
+            "inconclusive",
+            "warning",
+        ),
     ],
 )
 def test_errors_become_findings(error: AssayError, verdict: str, severity: str) -> None:
@@ -146,7 +161,9 @@ def test_every_finding_that_the_source_names_is_in_a_known_area() -> None:
     named = {
         (str(file.relative_to(source)), area)
         for file in source.rglob("*.py")
-        for area in re.findall(r'finding_id[^="]*=\s*f?"([a-z_]+)\.', file.read_text(encoding="utf-8"))
+        for area in re.findall(
+            r'finding_id[^="]*=\s*f?"([a-z_]+)\.', file.read_text(encoding="utf-8")
+        )
     }
     assert len(named) > 50
     assert {(file, area) for file, area in named if area not in AREAS} == set()

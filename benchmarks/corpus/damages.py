@@ -1,8 +1,9 @@
-"""More ways to break a checkpoint than assay's demo needs: those that end in floods, loops and salads of other makes.
+"""More ways to break a checkpoint than assay's demo needs: those that end in floods, loops and
+salads of other makes.
 
-Each function changes a copy of a checkpoint in place, the same each time for one seed. What they stand for: scales that
-are lost when a quantised checkpoint is loaded, fused tensors that are split in the wrong order, layers that were never
-filled, bits that flip in the embedding.
+Each function changes a copy of a checkpoint in place, the same each time for one seed. What they
+stand for: scales that are lost when a quantised checkpoint is loaded, fused tensors that are split
+in the wrong order, layers that were never filled, bits that flip in the embedding.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from assay.demo.run import DAMAGES, bf16_tensors, bf16_to_float32, damage_checkpoint, float32_to_bf16
+from assay.demo.run import (
+    DAMAGES,
+    bf16_tensors,
+    bf16_to_float32,
+    damage_checkpoint,
+    float32_to_bf16,
+)
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -68,7 +75,9 @@ def zeroed_layers(folder: Path, rng: np.random.Generator) -> None:
 
 
 def hot_rows(folder: Path, rng: np.random.Generator) -> None:
-    """An exponent bit flipped in eight rows of the embedding, which is the head as well: frequent tokens."""
+    """An exponent bit flipped in eight rows of the embedding, which is the head as well: frequent
+    tokens.
+    """
     _flip_rows(folder, rng.integers(273, 3000, size=8))
 
 
@@ -78,7 +87,9 @@ def hot_bytes(folder: Path, rng: np.random.Generator) -> None:
 
 
 def swapped_gate(folder: Path, rng: np.random.Generator) -> None:
-    """Gate and up projection exchanged in the middle third: a fused tensor split in the wrong order."""
+    """Gate and up projection exchanged in the middle third: a fused tensor split in the wrong
+    order.
+    """
     _exchange(folder, "gate_proj", "up_proj")
 
 
@@ -108,7 +119,9 @@ def noisy(folder: Path, rng: np.random.Generator) -> None:
         if name.endswith("_proj.weight"):
             values = bf16_to_float32(bits)
             spread = 0.33 * float(values.std())
-            bits[...] = float32_to_bf16(values + spread * rng.standard_normal(values.shape, dtype=np.float32))
+            bits[...] = float32_to_bf16(
+                values + spread * rng.standard_normal(values.shape, dtype=np.float32)
+            )
 
 
 def shuffled_layers(folder: Path, rng: np.random.Generator) -> None:
@@ -124,10 +137,24 @@ def shuffled_layers(folder: Path, rng: np.random.Generator) -> None:
 CORPUS_DAMAGES: dict[str, Callable[[Path, np.random.Generator], None]] = {
     function.__name__: function
     for function in (
-        lost_scale, double_scale, large_v, large_k, no_attention, flat_attention, half_filled, zeroed_layers, hot_rows,
-        hot_bytes, swapped_gate, swapped_kv, interleaved_rope, plain_norms, noisy, shuffled_layers,
+        lost_scale,
+        double_scale,
+        large_v,
+        large_k,
+        no_attention,
+        flat_attention,
+        half_filled,
+        zeroed_layers,
+        hot_rows,
+        hot_bytes,
+        swapped_gate,
+        swapped_kv,
+        interleaved_rope,
+        plain_norms,
+        noisy,
+        shuffled_layers,
     )
-}  # fmt: skip
+}
 
 
 def damaged(name: str, source: Path, target: Path, seed: int) -> Path:

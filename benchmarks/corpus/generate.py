@@ -1,10 +1,12 @@
-"""Write the corpus of real outputs: broken, badly sampled and healthy models, with where each text came from.
+"""Write the corpus of real outputs: broken, badly sampled and healthy models, with where each text
+came from.
 
     python benchmarks/corpus/generate.py [SOURCE ...] [--list]
 
-Each source goes to `parts/SOURCE.jsonl` in the cache; a source that is there is not generated again. The union is
-written to `outputs.jsonl.gz` beside this file. No text is labelled here: a broken model sometimes writes a sane text,
-and a healthy small one really loops, so the texts are labelled apart (see ../broken_outputs.py).
+Each source goes to `parts/SOURCE.jsonl` in the cache; a source that is there is not generated
+again. The union is written to `outputs.jsonl.gz` beside this file. No text is labelled here: a
+broken model sometimes writes a sane text, and a healthy small one really loops, so the texts are
+labelled apart (see ../broken_outputs.py).
 """
 
 from __future__ import annotations
@@ -77,14 +79,24 @@ def generate(source: Source, device: str) -> list[dict[str, Any]]:
             known, asked = zip(*requests(source), strict=True)
             replies = engine.generate_batch(asked)
     return [
-        {**about, "text": r.content, "finish_reason": r.finish_reason, "completion_tokens": r.completion_tokens}
+        {
+            **about,
+            "text": r.content,
+            "finish_reason": r.finish_reason,
+            "completion_tokens": r.completion_tokens,
+        }
         for about, r in zip(known, replies, strict=True)
     ]
 
 
 def pack(parts: Path) -> None:
-    """Write all parts that exist to `OUTPUT`; the same texts give the same file (no name, no time in it)."""
-    with OUTPUT.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed:
+    """Write all parts that exist to `OUTPUT`; the same texts give the same file (no name, no time
+    in it).
+    """
+    with (
+        OUTPUT.open("wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
+    ):
         for source in SOURCES:
             part = parts / f"{source.name}.jsonl"
             if part.exists():
@@ -92,10 +104,16 @@ def pack(parts: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="SOURCE", help="only these, in this order; all by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="SOURCE", help="only these, in this order; all by default"
+    )
     parser.add_argument("--device", default="cpu", help="where to run the models, such as cuda")
-    parser.add_argument("--list", action="store_true", help="print the names of the sources and stop")
+    parser.add_argument(
+        "--list", action="store_true", help="print the names of the sources and stop"
+    )
     arguments = parser.parse_args()
     if arguments.list:
         print("\n".join(source.name for source in SOURCES))
@@ -110,7 +128,9 @@ def main() -> None:
         records = generate(source, arguments.device)
         tokens = sum(record["completion_tokens"] for record in records)
         fresh = part.with_suffix(".tmp")
-        fresh.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+        fresh.write_text(
+            "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8"
+        )
         fresh.replace(part)
         seconds = time.perf_counter() - began
         print(f"{source.name}: {len(records)} texts, {tokens} tokens, {seconds:.0f} s", flush=True)

@@ -3,17 +3,28 @@
 PROMPTS = {
     "france": "What is the capital of France? Answer in one sentence.",
     "story": "Write a 300-word story about a cat named Whiskers who discovers a rooftop garden.",
-    "fibonacci": "Write an iterative Python function that returns the n-th Fibonacci number, with a docstring.",
-    "json": "Give a JSON list of five European countries with the fields name, capital and population.",
+    "fibonacci": (
+        "Write an iterative Python function that returns the n-th Fibonacci number, with a"
+        " docstring."
+    ),
+    "json": (
+        "Give a JSON list of five European countries with the fields name, capital and population."
+    ),
     "spanish": "Escribe un párrafo corto sobre la vida en un pueblo de la costa.",
     "photosynthesis": "Explain photosynthesis to a ten-year-old child.",
-    "email": "Write a polite email to a colleague asking to move a meeting from Tuesday to Thursday.",
+    "email": (
+        "Write a polite email to a colleague asking to move a meeting from Tuesday to Thursday."
+    ),
     "recipe": "Give me a recipe for vegetable soup with ingredients and numbered steps.",
     "poem": "Write a short poem about the sea in autumn.",
     "table": "Make a Markdown table that compares cats, dogs and hamsters as pets.",
-    "sql": "Write an SQL query that lists the ten customers with the highest total of orders in 2023.",
+    "sql": (
+        "Write an SQL query that lists the ten customers with the highest total of orders in 2023."
+    ),
     "history": "Summarise the causes of the First World War in one paragraph.",
-    "sums": "A train leaves at 9:40 and arrives at 13:05. How long is the journey? Show your steps.",
+    "sums": (
+        "A train leaves at 9:40 and arrives at 13:05. How long is the journey? Show your steps."
+    ),
     "list": "List ten ideas for a rainy afternoon at home.",
 }
 """Asked of every model of the corpus."""

@@ -30,7 +30,9 @@ LONG = (Sampling(0.0, max_tokens=420), Sampling(0.7, 0.9, 3, max_tokens=420))
 
 @dataclass(frozen=True)
 class Source:
-    """All texts of one cause. `model` is smollm2 or gemma3; `damage` a name of assay's registry or of damages.py."""
+    """All texts of one cause. `model` is smollm2 or gemma3; `damage` a name of assay's registry or
+    of damages.py.
+    """
 
     name: str
     model: str
@@ -55,27 +57,62 @@ SOURCES = (
     *(Source(name, "smollm2", (FIELD[0], GREEDY), _some(3), damage=name) for name in _SILENT),
     *(
         Source(f"{name}.long", "smollm2", LONG, _some(4), damage=name)
-        for name in ("scaled_k", "zeroed_layer", "wrong_tokenizer", "rope_theta", "shifted_scales", "swapped_layers")
+        for name in (
+            "scaled_k",
+            "zeroed_layer",
+            "wrong_tokenizer",
+            "rope_theta",
+            "shifted_scales",
+            "swapped_layers",
+        )
     ),
-    Source("wrong_tokenizer.2", "smollm2", (FIELD[0], GREEDY), PROMPTS, damage="wrong_tokenizer", damage_seed=2),
+    Source(
+        "wrong_tokenizer.2",
+        "smollm2",
+        (FIELD[0], GREEDY),
+        PROMPTS,
+        damage="wrong_tokenizer",
+        damage_seed=2,
+    ),
     Source("temperature5", "smollm2", (Sampling(5.0, 1.0, 1), Sampling(5.0, 0.95, 2)), PROMPTS),
     Source("temperature2", "smollm2", (Sampling(2.0, 1.0, 1),), PROMPTS),
     Source("greedy_long", "smollm2", (Sampling(0.0, max_tokens=500),), PROMPTS | MORE_PROMPTS),
     Source("no_bos", "gemma3", SHORT, PROMPTS, add_bos=False, chat=False),
     Source(
-        "healthy", "smollm2", (*FIELD, Sampling(0.7, 0.9, 3), Sampling(0.7, 0.9, 4), GREEDY), PROMPTS | MORE_PROMPTS
+        "healthy",
+        "smollm2",
+        (*FIELD, Sampling(0.7, 0.9, 3), Sampling(0.7, 0.9, 4), GREEDY),
+        PROMPTS | MORE_PROMPTS,
     ),
-    *(Source(f"hot_bytes.{seed}", "smollm2", BRIEF[:1], _some(6), "hot_bytes", seed) for seed in range(16)),
-    *(Source(f"hot_rows.{seed}", "smollm2", BRIEF[:1], _some(6), "hot_rows", seed) for seed in range(8)),
+    *(
+        Source(f"hot_bytes.{seed}", "smollm2", BRIEF[:1], _some(6), "hot_bytes", seed)
+        for seed in range(16)
+    ),
+    *(
+        Source(f"hot_rows.{seed}", "smollm2", BRIEF[:1], _some(6), "hot_rows", seed)
+        for seed in range(8)
+    ),
     *(
         Source(name, "smollm2", BRIEF, PROMPTS, damage=name)
         for name in ("flat_attention", "half_filled", "swapped_gate", "noisy", "large_k")
     ),
     *(
         Source(name, "smollm2", BRIEF[1:], PROMPTS, damage=name)
-        for name in ("swapped_kv", "plain_norms", "no_attention", "interleaved_rope", "double_scale")
+        for name in (
+            "swapped_kv",
+            "plain_norms",
+            "no_attention",
+            "interleaved_rope",
+            "double_scale",
+        )
     ),
-    *(Source(f"shuffled_layers.{seed}", "smollm2", BRIEF, PROMPTS, "shuffled_layers", seed) for seed in range(3, 8)),
-    *(Source(f"zeroed_layers.{seed}", "smollm2", BRIEF, PROMPTS, "zeroed_layers", seed) for seed in range(5)),
+    *(
+        Source(f"shuffled_layers.{seed}", "smollm2", BRIEF, PROMPTS, "shuffled_layers", seed)
+        for seed in range(3, 8)
+    ),
+    *(
+        Source(f"zeroed_layers.{seed}", "smollm2", BRIEF, PROMPTS, "zeroed_layers", seed)
+        for seed in range(5)
+    ),
     Source("healthy_base", "gemma3", SHORT[:2], PROMPTS, chat=False),
 )

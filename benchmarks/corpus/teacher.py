@@ -1,4 +1,5 @@
-"""Bits per byte of every text of the corpus under the whole model: a salad is dear, whatever its words look like.
+"""Bits per byte of every text of the corpus under the whole model: a salad is dear, whatever its
+words look like.
 
     python benchmarks/corpus/teacher.py
 

@@ -1,9 +1,10 @@
 """assay: prove that a fast LLM is still the same model.
 
-Each verb of the command line is a function here, with the same options by the same names. Each returns a `Report`:
-a subject that fails is a report whose verdict is `fail`. Where nothing could be examined (an unreachable server, a
-missing file) AssayError is raised, and UsageError, which is one, for an option that makes no sense. Nothing is imported
-before a function is called, torch only where a model runs in this process.
+Each verb of the command line is a function here, with the same options by the same names. Each
+returns a `Report`: a subject that fails is a report whose verdict is `fail`. Where nothing could be
+examined (an unreachable server, a missing file) AssayError is raised, and UsageError, which is one,
+for an option that makes no sense. Nothing is imported before a function is called, torch only where
+a model runs in this process.
 """
 
 from __future__ import annotations
@@ -22,9 +23,27 @@ if TYPE_CHECKING:
     from assay.verdict import Finding, Report, Severity, Verdict
 
 __all__ = [
-    "AssayError", "Finding", "Grade", "Report", "Severity", "StreamingGrader", "UsageError", "Verdict", "__version__",
-    "card", "check", "compare", "doctor", "gate", "grade", "reference", "spec", "table", "verify", "watch",
-]  # fmt: skip
+    "AssayError",
+    "Finding",
+    "Grade",
+    "Report",
+    "Severity",
+    "StreamingGrader",
+    "UsageError",
+    "Verdict",
+    "__version__",
+    "card",
+    "check",
+    "compare",
+    "doctor",
+    "gate",
+    "grade",
+    "reference",
+    "spec",
+    "table",
+    "verify",
+    "watch",
+]
 
 _HOMES = {
     "AssayError": "assay.errors:AssayError",
@@ -48,9 +67,11 @@ def __getattr__(name: str) -> Any:
 
 
 def check(url: str, *, progress: Progress | None = None, **options: Any) -> Report:
-    """Probe the OpenAI-compatible server at `url`: is its text sane, and how fast is it? Options: `assay check --help`.
+    """Probe the OpenAI-compatible server at `url`: is its text sane, and how fast is it? Options:
+    `assay check --help`.
 
-    `progress(what, steps)` opens a piece of work and gives a function to call after each step, here as everywhere.
+    `progress(what, steps)` opens a piece of work and gives a function to call after each step, here
+    as everywhere.
     """
     from assay.coherence.check import CheckOptions, run_check
     from assay.environment import recorded
@@ -60,7 +81,9 @@ def check(url: str, *, progress: Progress | None = None, **options: Any) -> Repo
 
 
 def watch(url: str, **options: Any) -> Report:
-    """Watch the server at `url` for `rounds` rounds, or until interrupted: is it still the same model? Options: `assay watch --help`."""
+    """Watch the server at `url` for `rounds` rounds, or until interrupted: is it still the same
+    model? Options: `assay watch --help`.
+    """
     from assay.environment import recorded
     from assay.monitor.watch import WatchOptions, run_watch
 
@@ -74,8 +97,8 @@ def grade(output: Path, *more: Path) -> Report: ...
 def grade(output: str | Path | None, *more: Path, **options: Any) -> Grade | Report:
     """Label a finished text, or files of them.
 
-    A text gives a `Grade` with `.label`, `.kind` and `.onset_char`; its options are `reasoning`, `tool_calls` and
-    `finish_reason`, as the server sent them. One or more `Path` give a `Report`.
+    A text gives a `Grade` with `.label`, `.kind` and `.onset_char`; its options are `reasoning`,
+    `tool_calls` and `finish_reason`, as the server sent them. One or more `Path` give a `Report`.
     """
     if isinstance(output, Path):
         from assay.coherence.grade_files import grade_files
@@ -96,8 +119,12 @@ def verify(checkpoint: str | Path, **options: Any) -> Report:
     return recorded(verify_checkpoint(str(checkpoint), VerifyOptions.of(options)))
 
 
-def doctor(command: str | Sequence[str], *, progress: Progress | None = None, **options: Any) -> Report:
-    """Launch a serve command and find the setting that breaks it. `command` is a text or its words; options: `assay doctor --help`."""
+def doctor(
+    command: str | Sequence[str], *, progress: Progress | None = None, **options: Any
+) -> Report:
+    """Launch a serve command and find the setting that breaks it. `command` is a text or its words;
+    options: `assay doctor --help`.
+    """
     import shlex
 
     from assay.environment import recorded
@@ -110,26 +137,41 @@ def doctor(command: str | Sequence[str], *, progress: Progress | None = None, **
 
 
 def spec(*sources: str | Path, **options: Any) -> Report:
-    """Judge speculative decoding by what an engine leaves: logs, metrics, responses, a URL. Options: `assay spec --help`."""
+    """Judge speculative decoding by what an engine leaves: logs, metrics, responses, a URL.
+    Options: `assay spec --help`.
+    """
     from assay.environment import recorded
     from assay.speculation.spec import SpecOptions, examine
 
     return recorded(examine([str(source) for source in sources], SpecOptions.of(options)))
 
 
-def compare(reference: str | Path, *candidates: str | Path, progress: Progress | None = None, **options: Any) -> Report:
-    """Score candidates and a reference on the same tokens. Engines are written as on the command line; options: `assay compare --help`."""
+def compare(
+    reference: str | Path, *candidates: str | Path, progress: Progress | None = None, **options: Any
+) -> Report:
+    """Score candidates and a reference on the same tokens. Engines are written as on the command
+    line; options: `assay compare --help`.
+    """
     from assay.environment import recorded
     from assay.fidelity.compare import run_compare
     from assay.fidelity.plan import plan_from
     from assay.progress import NO_PROGRESS
 
-    engines = {"reference": str(reference), "candidates": [str(candidate) for candidate in candidates]}
-    return recorded(run_compare(plan_from(engines, options, where="compare"), progress or NO_PROGRESS))
+    engines = {
+        "reference": str(reference),
+        "candidates": [str(candidate) for candidate in candidates],
+    }
+    return recorded(
+        run_compare(plan_from(engines, options, where="compare"), progress or NO_PROGRESS)
+    )
 
 
-def reference(engine: str | Path, *, out: str | Path, progress: Progress | None = None, **options: Any) -> Report:
-    """Score an engine once and store what `run:OUT` needs to stand for it. Options: `assay reference --help`."""
+def reference(
+    engine: str | Path, *, out: str | Path, progress: Progress | None = None, **options: Any
+) -> Report:
+    """Score an engine once and store what `run:OUT` needs to stand for it. Options: `assay
+    reference --help`.
+    """
     from assay.environment import recorded
     from assay.fidelity.plan import ReferenceOptions
     from assay.fidelity.reference import keep_reference
@@ -137,12 +179,22 @@ def reference(engine: str | Path, *, out: str | Path, progress: Progress | None 
 
     asked = ReferenceOptions.of({"engine": engine, "out": out, **options})
     return recorded(
-        keep_reference(asked.plan, asked.out, dtype=asked.dtype, form=asked.format, progress=progress or NO_PROGRESS)
+        keep_reference(
+            asked.plan,
+            asked.out,
+            dtype=asked.dtype,
+            form=asked.format,
+            progress=progress or NO_PROGRESS,
+        )
     )
 
 
-def gate(contract: str | Path = "assay.toml", *, progress: Progress | None = None, **options: Any) -> Report:
-    """Hold a deployment to the contract in a TOML file. Options: `assay gate --help`; the file: docs/gate.md."""
+def gate(
+    contract: str | Path = "assay.toml", *, progress: Progress | None = None, **options: Any
+) -> Report:
+    """Hold a deployment to the contract in a TOML file. Options: `assay gate --help`; the file:
+    docs/gate.md.
+    """
     from assay.gates.gate import GateOptions, run_gate
     from assay.progress import NO_PROGRESS
 
@@ -150,7 +202,9 @@ def gate(contract: str | Path = "assay.toml", *, progress: Progress | None = Non
 
 
 def card(*reports: str | Path | Report, **options: Any) -> Report:
-    """Write a model-card section, results in the Hub's format and a badge. Options: `assay card --help`."""
+    """Write a model-card section, results in the Hub's format and a badge. Options: `assay card
+    --help`.
+    """
     from assay.gates.card import CardOptions, run_card
 
     found = [Path(report) if isinstance(report, str) else report for report in reports]
@@ -158,7 +212,9 @@ def card(*reports: str | Path | Report, **options: Any) -> Report:
 
 
 def table(*rows: str | Path, **options: Any) -> Report:
-    """Compare the candidates of many runs, from Parquet rows or JSON results. Options: `assay table --help`."""
+    """Compare the candidates of many runs, from Parquet rows or JSON results. Options: `assay table
+    --help`.
+    """
     from assay.fidelity.table import TableOptions, run_table
 
     return run_table(TableOptions.of({"rows": tuple(map(str, rows)), **options}))

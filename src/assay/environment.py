@@ -1,4 +1,6 @@
-"""Where a result was measured: versions and machine, without host names or paths; which quick forms work there."""
+"""Where a result was measured: versions and machine, without host names or paths; which quick forms
+work there.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,29 @@ from typing import Any
 from assay.plugins import active
 from assay.verdict import Report, jsonable
 
-VERSION = "0.2.0"
+VERSION = "0.3.0"
 
 # The packages whose version can change a number in a report.
 _PACKAGES = (
-    "numpy", "scipy", "httpx", "torch", "transformers", "safetensors", "huggingface_hub", "vllm", "llama-cpp-python",
-)  # fmt: skip
+    "numpy",
+    "scipy",
+    "httpx",
+    "torch",
+    "transformers",
+    "safetensors",
+    "huggingface_hub",
+    "vllm",
+    "llama-cpp-python",
+)
 
 
 _ELSEWHERE: dict[str, Any] = {}
 
 
 def measured_on(machine: Mapping[str, Any]) -> None:
-    """Have `describe` say that numbers are measured on another machine than this one; nothing: on this one."""
+    """Have `describe` say that numbers are measured on another machine than this one; nothing: on
+    this one.
+    """
     _ELSEWHERE.clear()
     _ELSEWHERE.update(machine)
 
@@ -46,7 +58,9 @@ def describe() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cpu_count": os.cpu_count(),
         "plugins": jsonable(active()),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "packages": {
+            name: version for name in _PACKAGES if (version := _version(name)) is not None
+        },
         **used,
         **_ELSEWHERE,
     }
@@ -71,13 +85,18 @@ def _version(package: str) -> str | None:
 def _cpu_model() -> str | None:
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-            return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+            return next(
+                (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+                None,
+            )
     except OSError:
         return platform.processor() or None
 
 
 def gives_the_same(what: str, compare: Callable[[], bool]) -> bool:
-    """Whether the compiled form `what` may be used: `compare` holds it against torch. A warning says why it may not."""
+    """Whether the compiled form `what` may be used: `compare` holds it against torch. A warning
+    says why it may not.
+    """
     try:
         same, why = compare(), "it gives other values than torch here"
     except Exception as error:  # compilers fail in their own ways, and torch can do the same

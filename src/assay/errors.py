@@ -21,7 +21,12 @@ class AssayError(Exception):
     verdict = Verdict.ERROR
 
     def __init__(
-        self, message: str, *, finding_id: str, remedy: str = "", evidence: Mapping[str, Any] | None = None
+        self,
+        message: str,
+        *,
+        finding_id: str,
+        remedy: str = "",
+        evidence: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message

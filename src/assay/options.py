@@ -1,7 +1,7 @@
 """Options of the verbs. Each is declared once, as a field of the verb's frozen dataclass.
 
-The command line (`assay.cli.verb`) and the API (`assay.check(url, samples=1)`) are both made from these fields:
-types, defaults, help, bounds. This module imports neither typer nor an engine.
+The command line (`assay.cli.verb`) and the API (`assay.check(url, samples=1)`) are both made from
+these fields: types, defaults, help, bounds. This module imports neither typer nor an engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from assay.verdict import jsonable
 
 @dataclass(frozen=True)
 class Declared:
-    """An option as its field declares it. `flag` is its name on the command line, without the leading dashes."""
+    """An option as its field declares it. `flag` is its name on the command line, without the
+    leading dashes.
+    """
 
     help: str
     flag: str = ""
@@ -32,9 +34,13 @@ class Declared:
     hi: float | None = None
     choices: tuple[str, ...] = ()
     form: str = ""
-    """How one text holds the value: `fraction` (1%), `numbers` (0,2-3), `sizes` (0.01,0.1) or `auto` (a number, 0 written as auto)."""
+    """How one text holds the value: `fraction` (1%), `numbers` (0,2-3), `sizes` (0.01,0.1) or
+    `auto` (a number, 0 written as auto).
+    """
     apart: bool = False
-    """It changes how a run goes or what is printed, not what is measured: `Options.facts` leaves it out."""
+    """It changes how a run goes or what is printed, not what is measured: `Options.facts` leaves it
+    out.
+    """
     short: str = ""
     """A one-letter name, such as `-v`."""
     listed: bool = False
@@ -74,8 +80,12 @@ def option(
     short: str = "",
     listed: bool = True,
 ) -> Any:
-    """A dataclass field that is an option; without a default it is required. See `Declared` for the rest."""
-    declared = Declared(help, flag, metavar, panel, lo, hi, tuple(map(str, choices)), form, apart, short, listed)
+    """A dataclass field that is an option; without a default it is required. See `Declared` for the
+    rest.
+    """
+    declared = Declared(
+        help, flag, metavar, panel, lo, hi, tuple(map(str, choices)), form, apart, short, listed
+    )
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
@@ -100,10 +110,11 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], where: str = "") -> Self:
-        """The options with the values that were given, under the names of fields or of flags (`no_throughput`).
+        """The options with the values that were given, under the names of fields or of flags
+        (`no_throughput`).
 
-        Raises UsageError for an unknown name, naming the nearest one, and for a value of the wrong type. `where` says
-        what names them, such as a file.
+        Raises UsageError for an unknown name, naming the nearest one, and for a value of the wrong
+        type. `where` says what names them, such as a file.
         """
         values = cls.read(given, where)
         known = declared_options(cls)
@@ -122,7 +133,8 @@ class Options:
             if declared is None:
                 near = get_close_matches(name, names, n=1, cutoff=0.5)
                 raise cls.usage(
-                    f"{where or cls.VERB}: unknown option {name!r}" + (f", the nearest is {near[0]!r}" if near else ""),
+                    f"{where or cls.VERB}: unknown option {name!r}"
+                    + (f", the nearest is {near[0]!r}" if near else ""),
                     f"options are {', '.join(known)}",
                 )
             inverted = declared.inverted and name != declared.name
@@ -134,7 +146,11 @@ class Options:
         """What decides the numbers, as plain JSON types: every field but those that are `apart`."""
         apart = {d.name for d in declared_options(type(self)).values() if d.apart}
         own: Any = self
-        return {f.name: jsonable(getattr(self, f.name)) for f in dataclasses.fields(own) if f.name not in apart}
+        return {
+            f.name: jsonable(getattr(self, f.name))
+            for f in dataclasses.fields(own)
+            if f.name not in apart
+        }
 
     @classmethod
     def _typed(cls, declared: Declared, value: Any, where: str) -> Any:
@@ -142,7 +158,9 @@ class Options:
             return typed(declared, value)
         except ValueError as error:
             place = f"{where}: " if where else ""
-            raise cls.usage(f"{place}{declared.flag} = {value!r}: {error}", declared.help) from error
+            raise cls.usage(
+                f"{place}{declared.flag} = {value!r}: {error}", declared.help
+            ) from error
 
     def _check(self, declared: Declared, value: Any) -> None:
         name = declared.flag
@@ -160,13 +178,19 @@ class RunTime(Options):
 
     _: KW_ONLY
     budget: float | None = option(
-        None, "Time that the run may take; it says what it leaves out.", lo=0.01, metavar="MINUTES", apart=True
+        None,
+        "Time that the run may take; it says what it leaves out.",
+        lo=0.01,
+        metavar="MINUTES",
+        apart=True,
     )
     quick: bool = option(False, "A first answer: --budget 3.", apart=True)
 
 
 def declared_options(cls: Any) -> dict[str, Declared]:
-    """All fields of a dataclass as options, by name and in their order; those without metadata are not `listed`."""
+    """All fields of a dataclass as options, by name and in their order; those without metadata are
+    not `listed`.
+    """
     return _declared(cls)
 
 
@@ -177,17 +201,23 @@ def _declared(cls: Any) -> dict[str, Declared]:
     for field in dataclasses.fields(cls):
         kind, many, optional = _kind_of(hints[field.name])
         declared = dataclasses.replace(
-            field.metadata.get("option", Declared("")), name=field.name, kind=kind, many=many, optional=optional,
+            field.metadata.get("option", Declared("")),
+            name=field.name,
+            kind=kind,
+            many=many,
+            optional=optional,
             default=None if field.default is MISSING else field.default,
             required=field.default is MISSING and field.default_factory is MISSING,
-        )  # fmt: skip
+        )
         flag = declared.flag or ("no_" if declared.inverted else "") + field.name
         found[field.name] = dataclasses.replace(declared, flag=flag.replace("_", "-"))
     return found
 
 
 def _kind_of(hint: Any) -> tuple[type, bool, bool]:
-    """(type of one value, whether there are several, whether there may be none) of `tuple[str, ...]`, `int | None`, …"""
+    """(type of one value, whether there are several, whether there may be none) of `tuple[str,
+    ...]`, `int | None`, …
+    """
     args = get_args(hint)
     if type(None) in args:
         kind, many, _ = _kind_of(next(a for a in args if a is not type(None)))
@@ -205,7 +235,11 @@ def typed(declared: Declared, value: Any) -> Any:
         return _READ[declared.form](value)
     if not declared.many:
         return _one(declared.kind, value)
-    items = [value] if isinstance(value, str | os.PathLike) or not isinstance(value, Collection) else value
+    items = (
+        [value]
+        if isinstance(value, str | os.PathLike) or not isinstance(value, Collection)
+        else value
+    )
     return tuple(_one(declared.kind, item) for item in items)
 
 
@@ -219,7 +253,13 @@ def _one(kind: type, value: Any) -> Any:
     raise ValueError(f"not {_KINDS.get(kind, kind.__name__)}")
 
 
-_KINDS = {str: "a text", Path: "a path", float: "a number", int: "a whole number", bool: "true or false"}
+_KINDS = {
+    str: "a text",
+    Path: "a path",
+    float: "a number",
+    int: "a whole number",
+    bool: "true or false",
+}
 
 
 # Values that one text holds.
@@ -289,14 +329,16 @@ class RayOptions(Options):
     _: KW_ONLY
     ray: str = option(
         "",
-        "Spread the engines over a Ray cluster (HOST:PORT, auto), or over workers on this machine (no ADDRESS).",
+        "Spread the engines over a Ray cluster (HOST:PORT, auto), or over workers on this machine"
+        " (no ADDRESS).",
         metavar="[ADDRESS]",
         panel="Cluster",
         apart=True,
     )
     workers: int = option(
         0,
-        "Engines on the cluster; auto: as many as its GPUs, or its CPUs and the threads of each allow.",
+        "Engines on the cluster; auto: as many as its GPUs, or its CPUs and the threads of each"
+        " allow.",
         lo=0,
         form="auto",
         panel="Cluster",
@@ -313,7 +355,9 @@ class RayOptions(Options):
                 "start the run on a node of the cluster: --ray HOST:PORT, or --ray auto",
             )
         if self.ray not in ("", "local", "auto") and not _ADDRESS.fullmatch(self.ray):
-            raise self.usage(f"{self.ray!r} is no address of a Ray cluster", "write --ray HOST:PORT")
+            raise self.usage(
+                f"{self.ray!r} is no address of a Ray cluster", "write --ray HOST:PORT"
+            )
 
 
 _ADDRESS = re.compile(r"[\w.\-\[\]:]+:\d{1,5}")
@@ -324,22 +368,33 @@ def is_address(word: str) -> bool:
     return word in ("local", "auto") or word.startswith("ray://") or bool(_ADDRESS.fullmatch(word))
 
 
-# -----------------------------------------------------------------------------
-# What `assay doctor` is asked for: its options, and the symptoms that it can look for. Reading a command needs no more.
+# What `assay doctor` is asked for: its options, and the symptoms that it can look for. Reading a
+# command needs no more.
 
 
 SYMPTOMS: Mapping[str, frozenset[str]] = {
-    "text": frozenset({
-        "prompts", "hard_texts", "degenerate_rate", "hidden_tokens", "same_answers", "answers", "server_counters", "died",
-    }),
+    "text": frozenset(
+        {
+            "prompts",
+            "hard_texts",
+            "degenerate_rate",
+            "hidden_tokens",
+            "same_answers",
+            "answers",
+            "server_counters",
+            "died",
+        }
+    ),
     "stutter": frozenset({"stutter"}),
     "bits": frozenset({"bits_per_byte", "depth"}),
     "tools": frozenset({"tools", "tool_form"}),
     "speculation": frozenset({"speculation"}),
     "speed": frozenset({"slower", "throughput"}),
-}  # fmt: skip
+}
 SLOWER = 0.15
-"""Share of the baseline's tokens a second that must be lost, beyond the interval, before a setting counts as slower."""
+"""Share of the baseline's tokens a second that must be lost, beyond the interval, before a setting
+counts as slower.
+"""
 
 
 @dataclass(frozen=True)
@@ -349,36 +404,59 @@ class DoctorOptions(RayOptions):
     VERB, AREA = "doctor", "server"
 
     symptom: tuple[str, ...] = option(
-        (), "Look for this symptom only; may be given again. Default: what the first bad start shows.", choices=SYMPTOMS
+        (),
+        "Look for this symptom only; may be given again. Default: what the first bad start shows.",
+        choices=SYMPTOMS,
     )
-    budget: float = option(60.0, "Time that the doctor may take.", lo=0.05, hi=100_000, metavar="MINUTES", apart=True)
+    budget: float = option(
+        60.0, "Time that the doctor may take.", lo=0.05, hi=100_000, metavar="MINUTES", apart=True
+    )
     seconds: float = option(60.0, "Seconds of questions for each start.", lo=3, hi=3600)
     concurrency: int = option(24, "Requests at once in the burst.", lo=2, hi=512)
     fault_rate: float = option(
         1 / 3,
-        "A fault that shows in this share of starts must be found; 1: it shows in every one, so one good start is enough.",
+        "A fault that shows in this share of starts must be found; 1: it shows in every one, so one"
+        " good start is enough.",
         lo=0.05,
         hi=1,
     )
-    slower: float = option(0.15, "Loss of speed that counts as a fault.", lo=0.02, hi=0.9, form="fraction")
+    slower: float = option(
+        0.15, "Loss of speed that counts as a fault.", lo=0.02, hi=0.9, form="fraction"
+    )
     ladder: bool = option(True, "Do not measure the speed of each acquitted setting.")
     command_template: str | None = option(
         None, "Command of another engine, with {port} and {settings}.", metavar="TEXT"
     )
     reference_engine: str | None = option(
-        None, "Trusted model to compare with where the baseline fails: hf:PATH.", metavar="ENGINE", apart=True
+        None,
+        "Trusted model to compare with where the baseline fails: hf:PATH.",
+        metavar="ENGINE",
+        apart=True,
     )
-    api_key_env: str | None = option(None, "Environment variable that holds the API key.", metavar="NAME", apart=True)
-    health: str = option("/health", "Path that answers 200 once the server is ready.", metavar="PATH", apart=True)
-    start_timeout: float = option(600.0, "Seconds that a start may take.", lo=1, hi=86_400, apart=True)
+    api_key_env: str | None = option(
+        None, "Environment variable that holds the API key.", metavar="NAME", apart=True
+    )
+    health: str = option(
+        "/health", "Path that answers 200 once the server is ready.", metavar="PATH", apart=True
+    )
+    start_timeout: float = option(
+        600.0, "Seconds that a start may take.", lo=1, hi=86_400, apart=True
+    )
     start_lock: Path | None = option(
-        None, "File to lock while a server starts or ends, where other servers use the device.", apart=True
+        None,
+        "File to lock while a server starts or ends, where other servers use the device.",
+        apart=True,
     )
     seed: int = option(0, "First seed.", lo=0, hi=2**31)
     tools: bool = option(True, "Do not ask tool calls under load.")
-    lint: bool = option(False, "Read the command and the checkpoint only; launch nothing.", apart=True)
+    lint: bool = option(
+        False, "Read the command and the checkpoint only; launch nothing.", apart=True
+    )
     engine_version: str | None = option(
-        None, "Engine that the command runs, for --lint, e.g. vllm==0.32.0.", metavar="ENGINE==VERSION", apart=True
+        None,
+        "Engine that the command runs, for --lint, e.g. vllm==0.32.0.",
+        metavar="ENGINE==VERSION",
+        apart=True,
     )
     bundle: Path | None = option(None, "Write the evidence to this file (.tar.zst).", apart=True)
     issue: bool = option(False, "Print a bug report with the minimal command.", apart=True)

@@ -1,8 +1,8 @@
 """Plug-ins: what other packages add to assay by entry points.
 
-Each registry of assay asks `load(group)` for what others add to it; assay's own entries come first and are never
-replaced. A plug-in that cannot be imported is named in one line on standard error, and left out. CONTRIBUTING.md shows
-one of each kind.
+Each registry of assay asks `load(group)` for what others add to it; assay's own entries come first
+and are never replaced. A plug-in that cannot be imported is named in one line on standard error,
+and left out. CONTRIBUTING.md shows one of each kind.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +20,17 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUPS = {
-    "assay.codecs": "subclass of assay.lab.kv.codecs.Codec, named in a SPEC",
+    "assay.verbs": "assay.cli.verb.Verb or Group, for the command line",
     "assay.detectors": "function(TextView) -> Detection | None",
     "assay.parsers": "subclass of assay.speculation.parsers.Parser",
     "assay.rules": "function(Checkpoint) -> iterator of findings",
     "assay.engines": "class with load(spec) -> ScoringEngine, for specs NAME:…",
     "assay.reports": "function(Report) -> text, for --report NAME=FILE",
     "assay.weights": "function(model, **options) -> bytes, for hf:MODEL?weights=NAME(…)",
+    "assay.cards": (
+        "function(subject, results) -> command line, for reports of the verb NAME in a card"
+    ),
+    "assay.vllm_hooks": "object with register() and prepare(value, model), for vLLM's processes",
 }
 """What an entry point of each group names."""
 
@@ -34,10 +40,11 @@ OWN = {
         "junit": "assay.report.junit:render",
         "markdown": "assay.report.markdown:render",
         "prometheus": "assay.report.prometheus:render",
-    },
-    "assay.weights": {"polar": "assay.lab.quantisation:polar_quantise", "int": "assay.lab.quantisation:quantise_model"},
+    }
 }
-"""Entries of assay itself that its lower layers ask for by name, so that they need not import what is above them."""
+"""Entries of assay itself that its lower layers ask for by name, so that they need not import what
+is above them.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,9 @@ def get(group: str, name: str) -> Any:
 
 
 def load(group: str) -> dict[str, Any]:
-    """All plug-ins of a group by name, without assay's own and without those that cannot be imported."""
+    """All plug-ins of a group by name, without assay's own and without those that cannot be
+    imported.
+    """
     found = {point.name: get(group, point.name) for point in _points(group)}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -82,12 +91,27 @@ def active() -> list[Plugin]:
 
 
 def culprit(trace: TracebackType | None) -> Plugin | None:
-    """The plug-in in whose package an exception came up, None where it is of nobody's."""
+    """The plug-in whose package raised an exception; None if no plug-in raised it."""
     modules = set()
     while trace:
         modules.add(str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0])
         trace = trace.tb_next
-    return next((p for p in active() if p.target.partition(":")[0].partition(".")[0] in modules), None)
+    return next(
+        (p for p in active() if p.target.partition(":")[0].partition(".")[0] in modules), None
+    )
+
+
+def packages(group: str) -> dict[str, Path]:
+    """The folders of the top-level packages that the entry points of a group name, without
+    importing them.
+    """
+    tops = {point.value.partition(":")[0].partition(".")[0] for point in _points(group)}
+    specs = {top: find_spec(top) for top in sorted(tops)}
+    return {
+        top: Path(spec.submodule_search_locations[0])
+        for top, spec in specs.items()
+        if spec and spec.submodule_search_locations
+    }
 
 
 @cache
@@ -110,6 +134,11 @@ def _load(group: str, point: EntryPoint) -> Any:
     except Exception as error:
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         of = f" of {package} {version}" if package else ""
-        print(f"assay: the plug-in {point.name!r} ({group}){of} was left out: {problem}", file=sys.stderr)
-    _asked_for[group, point.name] = Plugin(group, point.name, package, version, point.value, problem)
+        print(
+            f"assay: the plug-in {point.name!r} ({group}){of} was left out: {problem}",
+            file=sys.stderr,
+        )
+    _asked_for[group, point.name] = Plugin(
+        group, point.name, package, version, point.value, problem
+    )
     return loaded

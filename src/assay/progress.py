@@ -11,8 +11,8 @@ Advance = Callable[[], None]
 """One more step of the work is done."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""`progress(what, steps)` opens a piece of work and yields the function to call after each step; without steps it tells
-`what` and no more."""
+"""`progress(what, steps)` opens a piece of work and yields the function to call after each step;
+without steps it tells `what` and no more."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The cache folder, and the one way to resume: measured values kept by key.
 
-`Kept` is a folder of values. A key names everything that can change its value, so an interrupted run goes on where it
-stopped, and the next command finds what an earlier one measured. Nothing has to be invalidated: another model, text,
-option or version is another key.
+`Kept` is a folder of values. A key names everything that can change its value, so an interrupted
+run goes on where it stopped, and the next command finds what an earlier one measured. Nothing has
+to be invalidated: another model, text, option or version is another key.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def tar_of(files: Mapping[str, bytes]) -> bytes:
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Write `path` so that a reader sees the old file or the whole new one, and nothing is left of a failed attempt.
+    """Write `path` so that a reader sees the old file or the whole new one, and nothing is left of
+    a failed attempt.
 
     `sync` waits until the content is on the disk. OSError where it cannot be written.
     """
@@ -85,10 +86,14 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
 
 
 @cache
-def source_digest(*packages: str) -> str:
-    """Hash of the source of some packages, or files, of assay: what they compute may change with it."""
-    root, digest = Path(__file__).parent, hashlib.sha256()
+def source_digest(*packages: str | Path) -> str:
+    """Hash of the source of some packages or files: a change of it can change what they compute.
+
+    A text is a place within assay, a Path the folder of another package.
+    """
+    digest = hashlib.sha256()
     for package in packages:
+        root = Path(__file__).parent if isinstance(package, str) else package.parent
         part = root / package
         for path in [part] if part.is_file() else sorted(part.rglob("*.py")):
             digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
@@ -99,13 +104,16 @@ def source_digest(*packages: str) -> str:
 
 _FORMAT = "assay-kept/1"
 _TOUCHED = 3600.0
-"""Seconds for which an entry is not deleted after it was used: another run may be about to read it."""
+"""Seconds for which an entry is not deleted after it was used: another run may be about to read it.
+"""
 _MISSING = object()
 
 
 @dataclass
 class _Trouble:
-    """What went wrong with the folder of a run, and the values that could only be kept in memory for it."""
+    """What went wrong with the folder of a run, and the values that could only be kept in memory
+    for it.
+    """
 
     damaged: int = 0
     unwritable: str = ""
@@ -115,11 +123,12 @@ class _Trouble:
 class Kept:
     """Measured values in a folder, by key.
 
-    A key is plain data (what JSON can write, dataclasses and paths too); a value is plain data or a mapping of names to
-    numpy arrays. An entry is a file named after the hash of its key. It is written whole or not at all and carries
-    the SHA-256 of its content: a damaged one is deleted, counted, and measured again. Runs that work on equal keys at
-    the same time write equal entries and need no lock. Where the folder cannot be written (a full disk), values stay
-    in memory and the run goes on. `notices` are the findings that say so.
+    A key is plain data (what JSON can write, dataclasses and paths too); a value is plain data or a
+    mapping of names to numpy arrays. An entry is a file named after the hash of its key. It is
+    written whole or not at all and carries the SHA-256 of its content: a damaged one is deleted,
+    counted, and measured again. Runs that work on equal keys at the same time write equal entries
+    and need no lock. Where the folder cannot be written (a full disk), values stay in memory and
+    the run goes on. `notices` are the findings that say so.
     """
 
     def __init__(self, folder: Path, about: Any = None) -> None:
@@ -181,7 +190,9 @@ class Kept:
         return value
 
     def trim(self, limit: int) -> None:
-        """Delete the entries that were used longest ago until the folder holds `limit` bytes at most."""
+        """Delete the entries that were used longest ago until the folder holds `limit` bytes at
+        most.
+        """
         now, entries = time.time(), []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             try:
@@ -215,7 +226,8 @@ class Kept:
                 Finding(
                     f"{area}.not_kept",
                     Severity.WARNING,
-                    f"the cache cannot be written ({trouble.unwritable}): the next run measures again",
+                    f"the cache cannot be written ({trouble.unwritable}): the next run measures"
+                    " again",
                     remedies=("make room, or name a folder that can be written to by ASSAY_CACHE",),
                 )
             )
@@ -259,9 +271,11 @@ def _unpacked(content: bytes) -> Any:
 
 
 class KeptFile:
-    """Values by name in one JSON file of the user's, all of one `plan`; every new one is added to what the file holds then.
+    """Values by name in one JSON file of the user's, all of one `plan`; every new one is added to
+    what the file holds then.
 
-    UsageError `finding_id` for a file of another plan, one that cannot be read, and where it could not be written.
+    UsageError `finding_id` for a file of another plan, one that cannot be read, and where it could
+    not be written.
     """
 
     def __init__(self, path: Path, plan: Mapping[str, Any], form: str, finding_id: str) -> None:
@@ -286,7 +300,9 @@ class KeptFile:
                 self._rows = {**self._read(), **self._rows, name: value}
                 document = {"format": self._form, "plan": self._plan, "rows": self._rows}
                 try:
-                    write_atomically(self._path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+                    write_atomically(
+                        self._path, json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+                    )
                 except OSError as error:
                     raise self._unusable(f"cannot be written: {error.strerror}") from error
         return self._rows[name]
@@ -295,7 +311,11 @@ class KeptFile:
         try:
             document = json.loads(self._path.read_text(encoding="utf-8"))
             theirs, rows = document["plan"], document["rows"]
-            known = document["format"] == self._form and isinstance(theirs, dict) and isinstance(rows, dict)
+            known = (
+                document["format"] == self._form
+                and isinstance(theirs, dict)
+                and isinstance(rows, dict)
+            )
         except FileNotFoundError:
             return {}
         except OSError as error:
@@ -304,13 +324,17 @@ class KeptFile:
             raise self._unusable("holds no rows of this command") from error
         if not known:
             raise self._unusable("holds no rows of this command")
-        if differing := sorted(k for k in {*theirs, *self._plan} if theirs.get(k) != self._plan.get(k)):
+        if differing := sorted(
+            k for k in {*theirs, *self._plan} if theirs.get(k) != self._plan.get(k)
+        ):
             raise self._unusable(f"holds rows of another run: it differs in {', '.join(differing)}")
         return dict(rows)
 
     def _unusable(self, why: str) -> UsageError:
         return UsageError(
-            f"{self._path} {why}", remedy="name another file with --out, or none", finding_id=self._finding_id
+            f"{self._path} {why}",
+            remedy="name another file with --out, or none",
+            finding_id=self._finding_id,
         )
 
 
@@ -329,7 +353,9 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 class RunLock:
-    """The folders that this run has claimed. Use as a context manager; the system drops them with the process too."""
+    """The folders that this run has claimed. Use as a context manager; the system drops them with
+    the process too.
+    """
 
     def __init__(self) -> None:
         self._folders: dict[Path, Path] = {}
@@ -339,18 +365,25 @@ class RunLock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.release()
 
     def folder(self, wanted: Path) -> Path:
-        """`wanted`, made if it is missing; where another run has it, a folder of this run's own, gone at its end."""
+        """`wanted`, made if it is missing; where another run has it, a folder of this run's own,
+        gone at its end.
+        """
         if wanted not in self._folders:
             self._folders[wanted] = wanted if self._lock(wanted) else _private(wanted)
         return self._folders[wanted]
 
     def release(self) -> None:
-        """Give the folders back. What is in those of other names cannot be gone on from, so it is deleted."""
+        """Give the folders back. What is in those of other names cannot be gone on from, so it is
+        deleted.
+        """
         for wanted, folder in self._folders.items():
             if folder != wanted:
                 shutil.rmtree(folder, ignore_errors=True)

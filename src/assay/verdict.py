@@ -1,7 +1,8 @@
 """The vocabulary that every verb answers in, and that `report/` draws.
 
-A verb returns one `Report`: a verdict with findings, a machine-readable `results` object, and blocks
-(tables, charts, quoted texts) that any report format can show. The JSON form is schema `assay/1`.
+A verb returns one `Report`: a verdict with findings, a machine-readable `results` object, and
+blocks (tables, charts, quoted texts) that any report format can show. The JSON form is schema
+`assay/1`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from assay.plugins import get
 
 SCHEMA = "assay/1"
 
-AREAS = frozenset({"coherence", "throughput", "server", "checkpoint", "speculation", "fidelity", "kv", "gap"})
+AREAS = frozenset(
+    {"coherence", "throughput", "server", "checkpoint", "speculation", "fidelity", "kv", "gap"}
+)
 
 
 class Verdict(StrEnum):
@@ -43,7 +46,9 @@ EXIT_INTERRUPTED = 130
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The worst of several verdicts, in the order fail, error, inconclusive, pass (pass if there are none)."""
+    """The worst of several verdicts, in the order fail, error, inconclusive, pass (pass if there
+    are none).
+    """
     present = set(verdicts)
     return next((v for v in _WORST_FIRST if v in present), Verdict.PASS)
 
@@ -84,7 +89,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Metric:
-    """One headline figure, as text with its unit. An invalid one is printed struck out, with `note` saying why."""
+    """One headline figure, as text with its unit. An invalid one is printed struck out, with `note`
+    saying why.
+    """
 
     name: str
     text: str
@@ -103,12 +110,15 @@ class Table:
     """Indices of the columns that are right-aligned."""
     note: str = ""
     detail: bool = False
-    """Whether it is left out of the first screen, of which the first table that is none is a part."""
+    """Whether it is left out of the first screen, of which the first table that is none is a part.
+    """
 
 
 @dataclass(frozen=True)
 class Point:
-    """One datum: `x` may be a number or a category; `lo` and `hi` bound its interval; a scatter plot writes `label`."""
+    """One datum: `x` may be a number or a category; `lo` and `hi` bound its interval; a scatter
+    plot writes `label`.
+    """
 
     x: float | str
     y: float
@@ -138,8 +148,8 @@ class Band:
 class Chart:
     """A picture of numbers: bars or lines over `x`, or a forest of intervals, one row a point.
 
-    In a waterfall the points of the first series are changes, each drawn from where the last one ended; those of a
-    further series are levels, drawn from zero.
+    In a waterfall the points of the first series are changes, each drawn from where the last one
+    ended; those of a further series are levels, drawn from zero.
     """
 
     title: str
@@ -171,8 +181,8 @@ Block = Table | Chart | Quote
 class Report:
     """What a verb returns.
 
-    `results` is the machine-readable answer in plain JSON types, made from whatever typed objects it is given; `headline`
-    has the few figures a person reads first, `blocks` the rest.
+    `results` is the machine-readable answer in plain JSON types, made from whatever typed objects
+    it is given; `headline` has the few figures a person reads first, `blocks` the rest.
     """
 
     command: str
@@ -189,7 +199,9 @@ class Report:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "results", jsonable(self.results))
-        if self.verdict is Verdict.FAIL and not any(f.severity is Severity.ERROR for f in self.findings):
+        if self.verdict is Verdict.FAIL and not any(
+            f.severity is Severity.ERROR for f in self.findings
+        ):
             raise ValueError("the verdict `fail` needs at least one finding of severity `error`")
 
     @property
@@ -223,8 +235,8 @@ def fields_json(value: Any) -> dict[str, Any]:
 def jsonable(value: Any) -> Any:
     """`value` as plain JSON types, the one way from typed results to JSON.
 
-    Non-finite numbers become null, paths and enums strings, mappings and dataclasses objects; a class that is written
-    in another form than by its fields says so in a method `to_json`.
+    Non-finite numbers become null, paths and enums strings, mappings and dataclasses objects; a
+    class that is written in another form than by its fields says so in a method `to_json`.
     """
     if value is None or (isinstance(value, bool | int) and not isinstance(value, StrEnum)):
         return value

@@ -30,10 +30,19 @@ def test_a_row_says_its_numbers_with_their_intervals() -> None:
     assert comparison_table([("a", 3 * 2**19, r), ("b", None, r)], "checkpoint") == [
         "| checkpoint | MiB | Δppl % | KL, nats | top-1 % | grade |",
         "|---|---:|---|---|---|---|",
-        "| a | 1.5 | +0.11 [-0.08, +0.14] | 0.00114 [0.00112, 0.00117] | 97.56 [97.46, 97.66] | ACCEPT |",
-        "| b | – | +0.11 [-0.08, +0.14] | 0.00114 [0.00112, 0.00117] | 97.56 [97.46, 97.66] | ACCEPT |",
+        (
+            "| a | 1.5 | +0.11 [-0.08, +0.14] | 0.00114 [0.00112, 0.00117] | 97.56 [97.46, 97.66] |"
+            " ACCEPT |"
+        ),
+        (
+            "| b | – | +0.11 [-0.08, +0.14] | 0.00114 [0.00112, 0.00117] | 97.56 [97.46, 97.66] |"
+            " ACCEPT |"
+        ),
     ]
-    assert comparison_table([("b", None, r)])[0] == "| candidate | Δppl % | KL, nats | top-1 % | grade |"
+    assert (
+        comparison_table([("b", None, r)])[0]
+        == "| candidate | Δppl % | KL, nats | top-1 % | grade |"
+    )
 
 
 def test_all_sizes_are_said() -> None:

@@ -1,4 +1,6 @@
-"""What `kv_codecs.py` measures: sections of its files of SPECs, and windows that no earlier row has seen."""
+"""What `kv_codecs.py` measures: sections of its files of SPECs, and windows that no earlier row has
+seen.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,27 @@ pytest.importorskip("transformers")
 
 from assay.engines.scoring import Window
 from assay.fidelity.plan import blocks_of
-from assay.lab.kv.spec import parse_spec
+from assay_lab.kv.spec import parse_spec
 from kv_codecs import Measuring, _parser, _seen, sections, unseen
 
 SPECS = sorted((Path(__file__).parents[2] / "benchmarks").glob("kv_*.specs"))
 
 
 def given(*files: Path, more: tuple[str, ...] = ()) -> Any:
-    return _parser().parse_args([*(f"--specs={f}" for f in files), "--text=wiki", "--windows=7", *more])
+    return _parser().parse_args(
+        [*(f"--specs={f}" for f in files), "--text=wiki", "--windows=7", *more]
+    )
 
 
 def test_a_section_has_the_options_of_the_command_but_for_its_own(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_text("# plain\nfp8\n[--length 4096]\nint(bits=4)\n", encoding="utf-8")
-    two.write_text("[--text c --text json --block 1]\nhadamard(bits=4)\n[--windows 9]\n", encoding="utf-8")
+    two.write_text(
+        "[--text c --text json --block 1]\nhadamard(bits=4)\n[--windows 9]\n", encoding="utf-8"
+    )
     found = [
-        (a.length, a.windows, a.text, a.block, lines) for a, lines in sections(given(one, two, more=("--block=512",)))
+        (a.length, a.windows, a.text, a.block, lines)
+        for a, lines in sections(given(one, two, more=("--block=512",)))
     ]
     assert found == [
         (1024, 7, ["wiki"], 512, ["fp8"]),
@@ -40,7 +47,10 @@ def test_a_section_has_the_options_of_the_command_but_for_its_own(tmp_path: Path
 
 def test_a_section_of_other_models_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "one"
-    file.write_text("fp8\n[--models qwen15 gemma3 --length 64]\nint(bits=4)\n[--windows 9]\nbf16\n", encoding="utf-8")
+    file.write_text(
+        "fp8\n[--models qwen15 gemma3 --length 64]\nint(bits=4)\n[--windows 9]\nbf16\n",
+        encoding="utf-8",
+    )
     by_model = {
         m: [(a.length, lines) for a, lines in sections(given(file, more=(f"--model={m}",)))]
         for m in ("qwen15", "qwen05")
@@ -60,12 +70,16 @@ def test_every_line_of_every_file_is_a_codec_once_in_its_section(file: Path, mod
 def test_seen_windows_are_those_of_all_files_of_the_same_text_and_length(tmp_path: Path) -> None:
     def file(name: str, texts: dict[str, Any], windows: int = 3) -> Path:
         path = tmp_path / name
-        path.write_text(json.dumps({"rows": [{"windows": windows}], "texts": texts}), encoding="utf-8")
+        path.write_text(
+            json.dumps({"rows": [{"windows": windows}], "texts": texts}), encoding="utf-8"
+        )
         return path
 
     facts = {"sha256": "a", "windows_available": 300}
     files = [
-        file("places", {"x": {**facts, "places": [0, 233]}, "x, more": {**facts, "places": [0, 89]}}),
+        file(
+            "places", {"x": {**facts, "places": [0, 233]}, "x, more": {**facts, "places": [0, 89]}}
+        ),
         file("version 0.1.0", {"x": facts}),  # the first three
         file("another length", {"x": {**facts, "windows_available": 70, "places": [50]}}),
         file("another text", {"x": {**facts, "sha256": "b", "places": [51]}}),

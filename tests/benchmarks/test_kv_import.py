@@ -15,11 +15,11 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import save_file
 
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.calibration import read_calibration
-from assay.lab.kv.codecs import CacheShape, Site, cache_shape
-from assay.lab.kv.fit import Bench
-from assay.lab.kv.spec import parse_recipe
-from assay.lab.kv.transforms import Rotary
+from assay_lab.kv.calibration import read_calibration
+from assay_lab.kv.codecs import CacheShape, Site, cache_shape
+from assay_lab.kv.fit import Bench
+from assay_lab.kv.spec import parse_recipe
+from assay_lab.kv.transforms import Rotary
 from kv_import import convert, read_levels, read_moments, read_sidecar
 
 SHAPE = CacheShape(2, 2, 4, 16, (None, None), "LlamaForCausalLM")
@@ -28,7 +28,9 @@ LEVELS = [-1.51, -0.45, 0.46, 1.5]
 
 
 def moments(layers: int = 2, heads: int = 2, width: int = 16) -> dict[str, torch.Tensor]:
-    """What such a tool writes: Σ from made-up queries, the Cholesky factor of Σ + ridge, and its inverse."""
+    """What such a tool writes: Σ from made-up queries, the Cholesky factor of Σ + ridge, and its
+    inverse.
+    """
     generator = torch.Generator().manual_seed(4)
     found = {}
     for layer in range(layers):
@@ -36,7 +38,11 @@ def moments(layers: int = 2, heads: int = 2, width: int = 16) -> dict[str, torch
         sigma = q.mT @ q / 200
         mean = sigma.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None]
         chol = torch.linalg.cholesky(sigma + RIDGE * mean * torch.eye(width))
-        for name, tensor in (("sigma", sigma), ("chol", chol), ("inv_chol", torch.linalg.inv(chol))):
+        for name, tensor in (
+            ("sigma", sigma),
+            ("chol", chol),
+            ("inv_chol", torch.linalg.inv(chol)),
+        ):
             found[f"layer_{layer}_{name}"] = tensor.float().contiguous()
     return found
 
@@ -78,7 +84,9 @@ def change(name: str, to: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, t
         ({"layer_0_inv_chol": torch.eye(16).expand(2, 16, 16).contiguous()}, "neither"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, tensors: dict[str, torch.Tensor], said: str) -> None:
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], said: str
+) -> None:
     with pytest.raises(AssayError, match=said):
         read_moments(saved(tmp_path / "m.safetensors", tensors), SHAPE)
 
@@ -94,7 +102,9 @@ def test_what_stands_beside_is_checked_and_partly_kept(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     assert read_sidecar(path, SHAPE) == {}
     beside = path.with_suffix(".json")
-    beside.write_text(json.dumps({"head_dim": 16, "ridge": 1e-3, "ctx_len": 2048, "model_path": "/home/x"}))
+    beside.write_text(
+        json.dumps({"head_dim": 16, "ridge": 1e-3, "ctx_len": 2048, "model_path": "/home/x"})
+    )
     assert read_sidecar(path, SHAPE) == {"ridge": 1e-3, "ctx_len": 2048}
     beside.write_text(json.dumps({"num_kv_heads": 8}))
     with pytest.raises(AssayError, match="num_kv_heads 8, the model has 2"):
@@ -111,7 +121,9 @@ def levels(path: Path, values: list[float]) -> Path:
 
 
 def test_levels_are_read_and_refused(tmp_path: Path) -> None:
-    torch.testing.assert_close(read_levels(levels(tmp_path / "k.f32", LEVELS)), torch.tensor(LEVELS))
+    torch.testing.assert_close(
+        read_levels(levels(tmp_path / "k.f32", LEVELS)), torch.tensor(LEVELS)
+    )
     for values, said in (
         ([1.0, 2.0, 3.0], "12 bytes"),
         ([], "0 bytes"),
@@ -156,7 +168,10 @@ def test_an_import_serves_the_codecs_that_it_was_made_for(checkpoint: Path, tmp_
     fitted = bench.fit(parse_recipe("prerope+qprecond(ridge=0.001)+hadamard"), 1, "k")
     rows, columns = np.tril_indices(16)
     np.testing.assert_allclose(
-        fitted.tables["chol"], moments()["layer_1_chol"].numpy()[:, rows, columns], rtol=1e-4, atol=1e-5
+        fitted.tables["chol"],
+        moments()["layer_1_chol"].numpy()[:, rows, columns],
+        rtol=1e-4,
+        atol=1e-5,
     )
     kakeya = bench.fit(parse_recipe("kakeya(bits=2, levels=calibrated)"), 0, "k")
     np.testing.assert_array_equal(kakeya.tables["levels"], np.array(LEVELS, dtype=np.float32))
@@ -166,9 +181,16 @@ def test_an_import_serves_the_codecs_that_it_was_made_for(checkpoint: Path, tmp_
     plain = moments()["layer_0_sigma"]
     assert not torch.allclose(after.metric, plain, atol=1e-2)
     torch.testing.assert_close(
-        after.metric.diagonal(dim1=1, dim2=2).sum(1), plain.diagonal(dim1=1, dim2=2).sum(1), rtol=1e-3, atol=0.0
+        after.metric.diagonal(dim1=1, dim2=2).sum(1),
+        plain.diagonal(dim1=1, dim2=2).sum(1),
+        rtol=1e-3,
+        atol=0.0,
     )
-    for spec, stream in (("mean+fp8", "k"), ("kakeya(bits=3, levels=calibrated)", "k"), ("qprecond+fp8", "v")):
+    for spec, stream in (
+        ("mean+fp8", "k"),
+        ("kakeya(bits=3, levels=calibrated)", "k"),
+        ("qprecond+fp8", "v"),
+    ):
         with pytest.raises(AssayError, match="calibration"):
             bench.fit(parse_recipe(spec), 0, stream)
 

@@ -1,4 +1,6 @@
-"""README's table of caches: the choice is made where steps were tried, and what is shown comes from fresh windows."""
+"""README's table of caches: the choice is made where steps were tried, and what is shown comes from
+fresh windows.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,31 @@ FIXED = "prerope+sinks+pca(step={}, coding=fixed, weights=measured, gains=3)"
 
 def row(codec: str, kl: float, ratio: float, grade: str, **more: Any) -> dict[str, Any]:
     bytes_ = {
-        "ratio": ratio, "stored": 1000.0, "bf16": 1000.0 * ratio, "tables": 320, "tokens": 1023, "table_tokens": 32736,
+        "ratio": ratio,
+        "stored": 1000.0,
+        "bf16": 1000.0 * ratio,
+        "tables": 320,
+        "tokens": 1023,
+        "table_tokens": 32736,
         "ratio_at": {"1024": 2.0, "8192": 3.0},
-    }  # fmt: skip
+    }
     change = {"value": 0.1, "lo": 0.0, "hi": 0.2}
     return {
-        "codec": codec, "text": "test", "length": 1024, "fresh": False, "grade": grade, "bytes": bytes_, "dppl_pct": change,
-        "kld": {"mean": kl, "lo": kl, "hi": kl}, "top1_pct": {"value": 95.0}, "windows": 48, "tokens": 24528,
-        "ppl_reference": 11.0, "characters_per_token": 4.0, **more,
-    }  # fmt: skip
+        "codec": codec,
+        "text": "test",
+        "length": 1024,
+        "fresh": False,
+        "grade": grade,
+        "bytes": bytes_,
+        "dppl_pct": change,
+        "kld": {"mean": kl, "lo": kl, "hi": kl},
+        "top1_pct": {"value": 95.0},
+        "windows": 48,
+        "tokens": 24528,
+        "ppl_reference": 11.0,
+        "characters_per_token": 4.0,
+        **more,
+    }
 
 
 def document(*rows: dict[str, Any], model: str = "qwen15") -> dict[str, Any]:
@@ -77,8 +95,17 @@ def test_one_cache_carries_all_its_tables() -> None:
 
 
 def test_a_longer_context_has_a_column_of_its_own() -> None:
-    rows = merged([document(row("fp8", 0.8, 2.0, "REJECT", fresh=True), row("fp8", 0.9, 2.0, "REJECT", length=16384))])
-    assert any(line.startswith("| model | codec | 1,024 tokens | 16,384 tokens |") for line in render(rows))
+    rows = merged(
+        [
+            document(
+                row("fp8", 0.8, 2.0, "REJECT", fresh=True),
+                row("fp8", 0.9, 2.0, "REJECT", length=16384),
+            )
+        ]
+    )
+    assert any(
+        line.startswith("| model | codec | 1,024 tokens | 16,384 tokens |") for line in render(rows)
+    )
 
 
 def test_of_one_file_the_row_of_most_tokens_counts_for_a_codec_that_was_measured_twice() -> None:
@@ -93,23 +120,32 @@ def test_of_one_file_the_row_of_most_tokens_counts_for_a_codec_that_was_measured
 
 def test_in_forward_stands_beside_the_fresh_decode_of_the_same_codec() -> None:
     inside = row("fp8", 0.9, 2.0, "REJECT", mode="inforward")
-    lines = tables(merged([document(row("fp8", 0.8, 2.0, "REJECT", fresh=True), inside)]))["forward"][1]
+    lines = tables(merged([document(row("fp8", 0.8, 2.0, "REJECT", fresh=True), inside)]))[
+        "forward"
+    ][1]
     assert lines[-1] == "| `fp8` | 0.8000 R → 0.9000 R |"
 
 
 def test_speed_counts_the_tokens_that_were_scored_now() -> None:
-    timed = row("fp8", 0.8, 2.0, "REJECT", block=1, batch=192, score_s=2.0, exact_s=4.0, exact_windows=24)
+    timed = row(
+        "fp8", 0.8, 2.0, "REJECT", block=1, batch=192, score_s=2.0, exact_s=4.0, exact_windows=24
+    )
     lines = tables([], [document(timed)])["speed qwen15"][1]
     assert lines[-1].startswith("| 1 | 192 | `fp8` | 3,066 | 12,264 |")
 
 
 def test_a_page_has_its_blocks_filled_and_is_otherwise_left_alone() -> None:
     page = (
-        "before\n<!-- kv fresh -->\nold\n<!-- end of kv fresh -->\n<!-- kv other -->\nkept\n<!-- end of kv other -->\n"
+        "before\n<!-- kv fresh -->\nold\n<!-- end of kv fresh -->\n<!-- kv other -->\nkept\n<!--"
+        " end of kv other -->\n"
     )
     found = filled(page, tables(merged([document(row("fp8", 0.8, 2.0, "REJECT", fresh=True))])))
-    assert "old" not in found and found.startswith("before\n<!-- kv fresh -->\n| codec | Qwen2.5-Coder-1.5B |")
-    assert found.endswith("<!-- end of kv fresh -->\n<!-- kv other -->\nkept\n<!-- end of kv other -->\n")
+    assert "old" not in found and found.startswith(
+        "before\n<!-- kv fresh -->\n| codec | Qwen2.5-Coder-1.5B |"
+    )
+    assert found.endswith(
+        "<!-- end of kv fresh -->\n<!-- kv other -->\nkept\n<!-- end of kv other -->\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,12 @@ WINDOWS = 8
 TOKENS = {"all": 100, "tail": 64}
 
 
-def row(kl: float, dnll: float, parts: tuple[str, ...] = ("all", "tail"), **more: Any) -> dict[str, Any]:
-    """A row whose windows lie evenly around a mean a token, so that the mean is known and the interval is not 0."""
+def row(
+    kl: float, dnll: float, parts: tuple[str, ...] = ("all", "tail"), **more: Any
+) -> dict[str, Any]:
+    """A row whose windows lie evenly around a mean a token, so that the mean is known and the
+    interval is not 0.
+    """
     spread = np.linspace(-0.1, 0.1, WINDOWS)
     return {
         **{
@@ -89,7 +93,9 @@ def test_means_differences_and_ratios_are_those_of_the_sums(rows: Rows) -> None:
     assert paired["kl"]["lo"] < 0.2 < paired["kl"]["hi"]
 
 
-def test_a_path_of_changes_adds_up_and_a_difference_of_equals_is_exactly_nothing(rows: Rows) -> None:
+def test_a_path_of_changes_adds_up_and_a_difference_of_equals_is_exactly_nothing(
+    rows: Rows,
+) -> None:
     steps = ladder(rows)
     parts = [v["dnll"]["value"] for k, v in steps.items() if "→" in k]
     assert sum(parts) == pytest.approx(steps["all"]["dnll"]["value"]) == pytest.approx(0.6)
@@ -97,7 +103,9 @@ def test_a_path_of_changes_adds_up_and_a_difference_of_equals_is_exactly_nothing
     assert (engine["lo"], engine["value"], engine["hi"]) == (0.0, 0.0, 0.0)
 
 
-def test_layers_that_do_not_add_up_and_samples_that_get_the_sign_wrong_are_counted(rows: Rows) -> None:
+def test_layers_that_do_not_add_up_and_samples_that_get_the_sign_wrong_are_counted(
+    rows: Rows,
+) -> None:
     found = parts_of(rows, "hf")["layers vr=0.95"]
     assert found["joint over sum of KL"]["value"] == pytest.approx(2.5)
     assert found["sum"]["dnll"]["value"] == pytest.approx(-0.1)
@@ -109,12 +117,19 @@ def test_layers_that_do_not_add_up_and_samples_that_get_the_sign_wrong_are_count
 def test_noise_below_the_floor_does_not_count_for_the_slope(rows: Rows) -> None:
     found = parts_of(rows, "vllm")
     assert set(found["noise slope between neighbours"]) == {"0.2 to 0.4", "0.4 to 0.8"}
-    assert found["noise slope between neighbours"]["0.2 to 0.4"]["less the smallest"] == pytest.approx(2, 1e-3)
+    assert found["noise slope between neighbours"]["0.2 to 0.4"][
+        "less the smallest"
+    ] == pytest.approx(2, 1e-3)
 
 
 def test_samples_of_the_published_size_are_disjoint_fours() -> None:
     found = passages(np.array([1.0, 2, 3, 4, -5, -6, -7, -8, 99]))
-    assert (found["lowest"], found["highest"], found["negative"], found["samples"]) == (-6.5, 2.5, 1, 2)
+    assert (found["lowest"], found["highest"], found["negative"], found["samples"]) == (
+        -6.5,
+        2.5,
+        1,
+        2,
+    )
 
 
 def test_a_packed_file_says_the_same(rows: Rows, tmp_path: Path) -> None:
@@ -124,7 +139,9 @@ def test_a_packed_file_says_the_same(rows: Rows, tmp_path: Path) -> None:
     assert list(again.rows) == list(rows.rows)
     assert "all" not in again.rows["hf decode vr=1.0"]
     for name in rows.rows:
-        assert again.sums(name, "kl", "tail") == pytest.approx(rows.sums(name, "kl", "tail"), rel=2e-5)
+        assert again.sums(name, "kl", "tail") == pytest.approx(
+            rows.sums(name, "kl", "tail"), rel=2e-5
+        )
         assert (again.sums(name, "tokens", "tail") == 64).all()
     page = markdown(rounded(figures(again)))
     assert "| joint vr=0.95 | 1 [" in page
@@ -139,7 +156,9 @@ def test_the_kept_figures_are_those_of_the_kept_rows() -> None:
     assert kept["ladder"]["all"] == rounded(ladder(rows)["all"])
 
 
-def test_a_cell_is_held_against_the_recipe_and_a_kernel_against_the_other_of_its_engine(rows: Rows) -> None:
+def test_a_cell_is_held_against_the_recipe_and_a_kernel_against_the_other_of_its_engine(
+    rows: Rows,
+) -> None:
     rows.rows |= {
         "hf K4 vr=0.95": row(0.9, 0.7),
         "hf decode plain vr=1.0": row(0.5, 0.4, ("tail",)),
@@ -147,12 +166,18 @@ def test_a_cell_is_held_against_the_recipe_and_a_kernel_against_the_other_of_its
     }
     found = parts_of(rows, "hf")
     assert found["cells minus joint vr=0.95"]["K4 vr=0.95"]["dnll"]["value"] == pytest.approx(-0.2)
-    assert found["cells minus joint vr=1.0"]["decode plain vr=1.0, tail"]["kl"]["value"] == pytest.approx(0.1)
-    assert ladder(rows)["hf-eager minus hf"]["joint vr=0.95"]["dnll"]["value"] == pytest.approx(0.05)
+    assert found["cells minus joint vr=1.0"]["decode plain vr=1.0, tail"]["kl"][
+        "value"
+    ] == pytest.approx(0.1)
+    assert ladder(rows)["hf-eager minus hf"]["joint vr=0.95"]["dnll"]["value"] == pytest.approx(
+        0.05
+    )
     assert "cells minus joint vr=0.95" not in parts_of(rows, "vllm")
 
 
-def test_kl_against_the_number_of_layers_has_its_power_and_its_share_of_the_single_ones(rows: Rows) -> None:
+def test_kl_against_the_number_of_layers_has_its_power_and_its_share_of_the_single_ones(
+    rows: Rows,
+) -> None:
     rows.rows |= {
         "hf nested 01 vr=0.95": row(0.1, 0.1, layers=[2]),
         "hf nested 02 vr=0.95": row(0.4, 0.2, layers=[2, 3]),
@@ -175,17 +200,27 @@ def test_rows_of_some_windows_are_paired_with_the_same_windows_of_others(rows: R
     assert effect(rows, "hf K4 vr=0.95")["tokens"] == 100 * WINDOWS // 2
     whole = rows.sums("hf joint vr=0.95", "kl", each=True)
     expected = (np.asarray(half["all"]["kl"])[::2] - whole[::2]).sum() / (100 * WINDOWS // 2)
-    assert difference(rows, ["hf K4 vr=0.95"], ["hf joint vr=0.95"])["kl"]["value"] == pytest.approx(expected)
-    assert rows.sums("hf joint vr=0.95", "kl", each=True, among=["hf K4 vr=0.95"]) == pytest.approx(whole[::2])
+    assert difference(rows, ["hf K4 vr=0.95"], ["hf joint vr=0.95"])["kl"][
+        "value"
+    ] == pytest.approx(expected)
+    assert rows.sums("hf joint vr=0.95", "kl", each=True, among=["hf K4 vr=0.95"]) == pytest.approx(
+        whole[::2]
+    )
 
 
 def test_a_claim_is_judged_by_the_side_and_the_size_of_what_was_measured(rows: Rows) -> None:
     change = {"value": 2.0, "lo": 1.0, "hi": 3.0}
     assert judged(change, 10.0) == "survives" and judged(change, -1.0) == "does not"
     wide = {"value": 0.5, "lo": -1.0, "hi": 2.0}
-    assert judged(wide, 1.5) == "undecided" and judged(wide, 4.0) == "does not" and judged(wide, None) == "–"
+    assert (
+        judged(wide, 1.5) == "undecided"
+        and judged(wide, 4.0) == "does not"
+        and judged(wide, None) == "–"
+    )
     found = {(c["claim"], c["engine"]): c for c in claims(rows)}
     snapshot = found["snapshot for in-forward", "hf"]
     assert snapshot["verdict"] == "survives" and snapshot["points"]["hi"] < 0
     assert snapshot["KL"]["value"] == pytest.approx(-0.3)
-    assert found["in-forward, share 0.95", "vllm"]["verdict"] == "does not"  # its samples lie around e^0.9 - 1
+    assert (
+        found["in-forward, share 0.95", "vllm"]["verdict"] == "does not"
+    )  # its samples lie around e^0.9 - 1

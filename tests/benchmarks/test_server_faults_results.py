@@ -17,7 +17,9 @@ Results = dict[str, dict[str, dict[str, Any]]]
 
 ROWS = st.dictionaries(
     st.sampled_from(["int2", "rope_theta", "nan_row"]),
-    st.fixed_dictionaries({"degenerate": st.integers(0, 3), "machine": st.sampled_from(["a", "b"])}),
+    st.fixed_dictionaries(
+        {"degenerate": st.integers(0, 3), "machine": st.sampled_from(["a", "b"])}
+    ),
 )
 RESULTS = st.fixed_dictionaries({"healthy": ROWS, "damages": ROWS})
 
@@ -34,7 +36,9 @@ def measurements(results: Results) -> set[str]:
 
 
 @given(RESULTS, RESULTS, RESULTS)
-def test_no_row_is_lost_or_made_up_and_the_new_one_stands_in_front(one: Results, two: Results, three: Results) -> None:
+def test_no_row_is_lost_or_made_up_and_the_new_one_stands_in_front(
+    one: Results, two: Results, three: Results
+) -> None:
     all_of = merged(merged(one, two), three)
     assert measurements(all_of) == measurements(one) | measurements(two) | measurements(three)
     for group, rows in three.items():
@@ -55,22 +59,39 @@ def test_files_come_together_by_one_command(
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     # The machine of all rows once stood at the top of the file.
     old.write_text(
-        json.dumps({"machine": {"cpu": "x"}, "healthy": {"1000": {"seed": 1000}}, "damages": {"int2": {"texts": 41}}})
+        json.dumps(
+            {
+                "machine": {"cpu": "x"},
+                "healthy": {"1000": {"seed": 1000}},
+                "damages": {"int2": {"texts": 41}},
+            }
+        )
     )
     row = {"texts": 40, "machine": {"cpu": "y"}}
-    save(new, {"healthy": {"6000": {"seed": 6000, "machine": {"cpu": "y"}}}, "damages": {"int2": row, "int3": row}})
+    save(
+        new,
+        {
+            "healthy": {"6000": {"seed": 6000, "machine": {"cpu": "y"}}},
+            "damages": {"int2": row, "int3": row},
+        },
+    )
     monkeypatch.setattr(sys, "argv", ["merge", str(new), "--into", str(old)])
     main()
     results = load(old)
     assert list(results["healthy"]) == ["1000", "6000"]
-    assert results["damages"] == {"int2": row | {"earlier": [{"texts": 41, "machine": {"cpu": "x"}}]}, "int3": row}
+    assert results["damages"] == {
+        "int2": row | {"earlier": [{"texts": 41, "machine": {"cpu": "x"}}]},
+        "int3": row,
+    }
     assert "6000" in capsys.readouterr().out
 
 
 def test_a_missing_file_is_named_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["merge", str(tmp_path / "none.json"), "--into", str(tmp_path / "all.json")])
+    monkeypatch.setattr(
+        sys, "argv", ["merge", str(tmp_path / "none.json"), "--into", str(tmp_path / "all.json")]
+    )
     with pytest.raises(SystemExit):
         main()
     assert "none.json" in capsys.readouterr().err

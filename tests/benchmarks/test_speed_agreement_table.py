@@ -12,21 +12,38 @@ from speed_agreement_table import compared, markdown, summarised
 def request(tpot: float, ttft: float = 0.1, clock: float = 1.0, **fields: Any) -> dict[str, Any]:
     """One request: the server took `tpot`, the client saw `clock` times that."""
     return {
-        "tpot_s": tpot * clock, "ttft_s": ttft, "chunk_s": 2 * tpot, "tokens": 90, "chunks": 45,
-        "loadavg_before": 2.0, "metrics": {"tpot_s": tpot, "ttft_s": ttft - 0.002, "tokens": 90}, **fields,
-    }  # fmt: skip
+        "tpot_s": tpot * clock,
+        "ttft_s": ttft,
+        "chunk_s": 2 * tpot,
+        "tokens": 90,
+        "chunks": 45,
+        "loadavg_before": 2.0,
+        "metrics": {"tpot_s": tpot, "ttft_s": ttft - 0.002, "tokens": 90},
+        **fields,
+    }
 
 
 def results(bench_speed: float = 1.0, clock: float = 1.0, ngram: bool = True) -> dict[str, Any]:
     """Five runs on a machine that becomes slower from run to run."""
     speeds = [0.05 * 1.1**run for run in range(5)]
     plain = [
-        {"assay": [request(s, clock=clock)] * 2, "bench": [request(s * bench_speed)] * 2, "same_texts": [True, False]}
+        {
+            "assay": [request(s, clock=clock)] * 2,
+            "bench": [request(s * bench_speed)] * 2,
+            "same_texts": [True, False],
+        }
         for s in speeds
     ]
     result: dict[str, Any] = {
         "machine": {"vllm": "0", "cpu": "x", "cpu_count": 2, "platform": "p", "python": "3"},
-        "settings": {"model": "m", "requests": 2, "tokens": 90, "temperature": 0.7, "top_p": 0.9, "seed": 1},
+        "settings": {
+            "model": "m",
+            "requests": 2,
+            "tokens": 90,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "seed": 1,
+        },
         "plain": plain,
         "ngram": [{"assay": run["assay"]} for run in plain] if ngram else [],
     }

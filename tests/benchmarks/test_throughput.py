@@ -1,4 +1,6 @@
-"""Shares and speed-ups of benchmarks/throughput.py are those of single rounds; its workers run both ways on a tiny model."""
+"""Shares and speed-ups of benchmarks/throughput.py are those of single rounds; its workers run both
+ways on a tiny model.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,19 @@ def test_shares_are_of_one_round() -> None:
         return {"windows_per_s": rate, "processor_s": processor}
 
     rounds = [
-        {"prefill 1": timed(10, 1), "scored 1": timed(5, 2), "prefill 2": timed(18, 1), "scored 2": timed(9, 2)},
-        {"prefill 1": timed(2, 1), "scored 1": timed(1, 2), "prefill 2": timed(4, 1), "scored 2": timed(2, 4)},
-    ]  # fmt: skip
+        {
+            "prefill 1": timed(10, 1),
+            "scored 1": timed(5, 2),
+            "prefill 2": timed(18, 1),
+            "scored 2": timed(9, 2),
+        },
+        {
+            "prefill 1": timed(2, 1),
+            "scored 1": timed(1, 2),
+            "prefill 2": timed(4, 1),
+            "scored 2": timed(2, 4),
+        },
+    ]
     found = throughput.summary(rounds, [1, 2])
     assert found["share_of_prefill"][1] == {"value": 0.5, "lo": 0.5, "hi": 0.5}
     assert found["share_of_prefill_by_processor"][2]["value"] == pytest.approx((0.5 + 0.25) / 2)
@@ -35,7 +47,14 @@ def test_shares_are_of_one_round() -> None:
 def test_two_workers_share_the_windows(tmp_path: Path) -> None:
     model, out = make_target(tmp_path / "tiny", hidden=32, layers=1), tmp_path / "out.json"
     sizes = ["--windows", "5", "--length", "32", "--batch", "2", "--rounds", "1", "--threads", "1"]
-    command = [sys.executable, str(BENCHMARKS / "throughput.py"), f"hf:{model}", *sizes, "--out", str(out)]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "throughput.py"),
+        f"hf:{model}",
+        *sizes,
+        "--out",
+        str(out),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())

@@ -1,4 +1,6 @@
-"""Faults of quantised checkpoints as edits of a config and renamed tensors, so that they fit headers and files alike."""
+"""Faults of quantised checkpoints as edits of a config and renamed tensors, so that they fit
+headers and files alike.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,23 @@ Config = dict[str, Any]
 
 MODULE = "model.layers.3.mlp.down_proj"
 CARRIERS = ("qweight", "weight_packed", "W_q", "_weight_qdata", "weight")
-SCALES = ("scales", "weight_scale", "weight_scale_inv", "_weight_scale", "weight.absmax", "SCB", "meta", "scale")
+SCALES = (
+    "scales",
+    "weight_scale",
+    "weight_scale_inv",
+    "_weight_scale",
+    "weight.absmax",
+    "SCB",
+    "meta",
+    "scale",
+)
 
 
 @dataclass(frozen=True)
 class Edit:
-    """What a fault changes: the config, and tensor names (a new name of the same length, so that headers keep theirs)."""
+    """What a fault changes: the config, and tensor names (a new name of the same length, so that
+    headers keep theirs).
+    """
 
     config: Config
     renamed: dict[str, str] = field(default_factory=dict)
@@ -116,7 +129,11 @@ def auto_round_flag(config: Config, names: set[str]) -> Edit | None:
 
 
 def other_flag(config: Config, names: set[str]) -> Edit | None:
-    return Edit(config) if _declared(config).get("quant_method") in {"gptq", "awq", "compressed-tensors"} else None
+    return (
+        Edit(config)
+        if _declared(config).get("quant_method") in {"gptq", "awq", "compressed-tensors"}
+        else None
+    )
 
 
 EXPORT_FAULTS = (
@@ -126,17 +143,33 @@ EXPORT_FAULTS = (
     ExportFault("one weight lost, its scale left", "orphan_scale", orphan_scale),
     ExportFault("declaration lost", "quantization_conflict", undeclared),
     ExportFault(
-        "declared AWQ", "quantization_conflict",
-        declared_as({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}),
+        "declared AWQ",
+        "quantization_conflict",
+        declared_as(
+            {
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": 64,
+                "zero_point": True,
+                "version": "gemm",
+            }
+        ),
     ),
     ExportFault(
-        "declared GPTQ", "quantization_conflict",
-        declared_as({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}),
+        "declared GPTQ",
+        "quantization_conflict",
+        declared_as(
+            {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
+        ),
     ),
     ExportFault("declared FP8", "quantization_conflict", declared_as({"quant_method": "fp8"})),
     ExportFault("ignored and yet quantised", "quantization_conflict", all_ignored),
     ExportFault(
-        "awq_marlin on AutoRound", "flag_ignored", auto_round_flag, "--quantization awq_marlin", "warning"
+        "awq_marlin on AutoRound",
+        "flag_ignored",
+        auto_round_flag,
+        "--quantization awq_marlin",
+        "warning",
     ),
     ExportFault("fp8 flag on integers", "flag_rejected", other_flag, "--quantization fp8"),
-)  # fmt: skip
+)

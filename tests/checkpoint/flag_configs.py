@@ -12,17 +12,33 @@ def _modelopt(algorithm: str) -> Raw:
 
 
 def _round(packing: str) -> Raw:
-    return {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int",
-            "packing_format": packing}  # fmt: skip
+    return {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "data_type": "int",
+        "packing_format": packing,
+    }
 
 
 KINDS: dict[str, Raw | None] = {
     "none": None,
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+    },
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
     "auto-round(gptq pack)": _round("auto_round:auto_gptq"),
     "auto-round(awq pack)": _round("auto_round:auto_awq"),
-    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {},
+    },
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "modelopt FP8": _modelopt("FP8"),

@@ -1,4 +1,6 @@
-"""GGUF files written by hand, byte by byte as the format prescribes, and read again by the `gguf` package in a test."""
+"""GGUF files written by hand, byte by byte as the format prescribes, and read again by the `gguf`
+package in a test.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ def value(item: Any) -> bytes:
     if isinstance(item, str):
         return struct.pack("<I", 8) + text(item)
     bodies = [value(entry) for entry in item]
-    return struct.pack("<I", 9) + bodies[0][:4] + struct.pack("<Q", len(bodies)) + b"".join(b[4:] for b in bodies)
+    return (
+        struct.pack("<I", 9)
+        + bodies[0][:4]
+        + struct.pack("<Q", len(bodies))
+        + b"".join(b[4:] for b in bodies)
+    )
 
 
 Row = tuple[str, tuple[int, ...], int, bytes]
@@ -47,25 +54,46 @@ def gguf(metadata: dict[str, Any], rows: Sequence[Row], version: int = 3) -> byt
 
 TOKENS = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(61))]
 METADATA: dict[str, Any] = {
-    "general.architecture": "llama", "general.name": "tiny", "llama.block_count": 3, "llama.embedding_length": 32,
-    "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": TOKENS,
-    "tokenizer.ggml.token_type": [1] * 64, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+    "general.architecture": "llama",
+    "general.name": "tiny",
+    "llama.block_count": 3,
+    "llama.embedding_length": 32,
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.token_type": [1] * 64,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
     "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
-}  # fmt: skip
+}
 
 
 def llama_rows(blocks: int = 3) -> list[Row]:
     """A small Llama: Q8_0 matrices, F32 norms, F16 embedding."""
     q8 = bytes([0x00, 0x2C, *range(1, 33)])  # scale 2^-4, 32 quants
     rows: list[Row] = [
-        ("token_embd.weight", (32, 64), 1, struct.pack("<2048e", *[j / 2048 - 0.5 for j in range(2048)]))
+        (
+            "token_embd.weight",
+            (32, 64),
+            1,
+            struct.pack("<2048e", *[j / 2048 - 0.5 for j in range(2048)]),
+        )
     ]
     for i in range(blocks):
         for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
             rows.append((f"blk.{i}.{part}.weight", (32, 32), 8, q8 * 32))
         for part in ("attn_norm", "ffn_norm"):
-            rows.append((f"blk.{i}.{part}.weight", (32,), 0, struct.pack("<32f", *[1.0 + j / 99 for j in range(32)])))
-    rows.append(("output_norm.weight", (32,), 0, struct.pack("<32f", *[1.0 - j / 99 for j in range(32)])))
+            rows.append(
+                (
+                    f"blk.{i}.{part}.weight",
+                    (32,),
+                    0,
+                    struct.pack("<32f", *[1.0 + j / 99 for j in range(32)]),
+                )
+            )
+    rows.append(
+        ("output_norm.weight", (32,), 0, struct.pack("<32f", *[1.0 - j / 99 for j in range(32)]))
+    )
     return rows
 
 

@@ -1,7 +1,8 @@
-"""A Hub on loopback that speaks the real API: model info, tree (paged), paths-info, resolve with its redirect to a CDN.
+"""A Hub on loopback that speaks the real API: model info, tree (paged), paths-info, resolve with
+its redirect to a CDN.
 
-Two servers, as in reality: the Hub itself and the CDN that bodies come from. A test may put a `Twist` in front of any
-request: a status, a delay, a body cut short.
+Two servers, as in reality: the Hub itself and the CDN that bodies come from. A test may put a
+`Twist` in front of any request: a status, a delay, a body cut short.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class LoopbackHub:
         self.sent = 0
         self.page, self.token = page, token
         self._lock = threading.Lock()
-        self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), self._handler(cdn)) for cdn in (False, True)]
+        self._servers = [
+            ThreadingHTTPServer(("127.0.0.1", 0), self._handler(cdn)) for cdn in (False, True)
+        ]
         for server in self._servers:
             server.daemon_threads = True
 
@@ -106,12 +109,17 @@ class LoopbackHub:
 
     @property
     def cdn(self) -> str:
-        # Another host name than the Hub's, so that clients drop the token on the way as they do in reality.
+        # Another host name than the Hub's, so that clients drop the token on the way as they do in
+        # reality.
         return f"http://localhost:{self._servers[1].server_port}"
 
     def upload(self, repo: str, folder: Path, branch: str = "main", **more: bytes) -> str:
         """Commit the files of a folder; returns the commit's id."""
-        files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        files = {
+            p.relative_to(folder).as_posix(): p.read_bytes()
+            for p in folder.rglob("*")
+            if p.is_file()
+        }
         return self.repos.setdefault(repo, Repo()).commit(files | more, branch)
 
     def twist(self, path: str, **what: Any) -> None:
@@ -172,7 +180,9 @@ class LoopbackHub:
                 )
                 self.answer(status, answer, more, twist.cut if twist is not None else None)
 
-            def answer(self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None) -> None:
+            def answer(
+                self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None
+            ) -> None:
                 try:
                     self.send_response(status)
                     for name, value in headers.items():
@@ -197,14 +207,18 @@ class LoopbackHub:
     ) -> tuple[int, bytes, dict[str, str]]:
         if self.token is not None and headers.get("authorization") != f"Bearer {self.token}":
             return _error(401, "RepoNotFound", "Invalid username or password.")
-        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?", path)
+        api = re.fullmatch(
+            r"/api/models/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?", path
+        )
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         found = api or file
         if found is None:
             return 404, b"Not Found", {}
         repo = self.repos.get(found[1])
         if repo is None:
-            return _error(401 if self.token is None else 404, "RepoNotFound", "Repository not found")
+            return _error(
+                401 if self.token is None else 404, "RepoNotFound", "Repository not found"
+            )
         commit = repo.resolve((api[3] if api else file[2]) or "main")  # type: ignore[index]
         if commit is None:
             return _error(404, "RevisionNotFound", "Invalid rev id")
@@ -218,12 +232,24 @@ class LoopbackHub:
             asked = urllib.parse.parse_qs(body.decode()).get("paths", [])
             return _json([_entry(p, files[p]) for p in asked if p in files])
         siblings = [{"rfilename": name} for name in sorted(files)]
-        info = {"_id": commit[:24], "id": found[1], "modelId": found[1], "sha": commit, "private": False,
-                "siblings": siblings, "tags": [], "downloads": 0, "likes": 0,
-                "lastModified": "2026-01-02T03:04:05.000Z", "createdAt": "2026-01-01T00:00:00.000Z"}  # fmt: skip
+        info = {
+            "_id": commit[:24],
+            "id": found[1],
+            "modelId": found[1],
+            "sha": commit,
+            "private": False,
+            "siblings": siblings,
+            "tags": [],
+            "downloads": 0,
+            "likes": 0,
+            "lastModified": "2026-01-02T03:04:05.000Z",
+            "createdAt": "2026-01-01T00:00:00.000Z",
+        }
         return _json(info)
 
-    def _tree(self, path: str, query: dict[str, str], files: dict[str, bytes]) -> tuple[int, bytes, dict[str, str]]:
+    def _tree(
+        self, path: str, query: dict[str, str], files: dict[str, bytes]
+    ) -> tuple[int, bytes, dict[str, str]]:
         folders = sorted({n.rpartition("/")[0] for n in files if "/" in n})
         entries: list[dict[str, Any]] = [
             {"type": "directory", "oid": git_oid(f.encode()), "size": 0, "path": f} for f in folders
@@ -236,7 +262,9 @@ class LoopbackHub:
             headers["Link"] = f'<{self.url}{path}?{following}>; rel="next"'
         return status, body, headers
 
-    def _resolve(self, name: str, commit: str, files: dict[str, bytes], repo: str) -> tuple[int, bytes, dict[str, str]]:
+    def _resolve(
+        self, name: str, commit: str, files: dict[str, bytes], repo: str
+    ) -> tuple[int, bytes, dict[str, str]]:
         if name not in files:
             return _error(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": commit})
         data = files[name]
@@ -244,8 +272,14 @@ class LoopbackHub:
         if len(data) < LFS_BYTES:
             return 200, data, headers | {"ETag": f'"{git_oid(data)}"'}
         sha256 = content_id(data)
-        headers |= {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(len(data)), "ETag": '"not-the-digest"'}
-        headers["Location"] = f"{self.cdn}/{urllib.parse.quote(repo)}/{commit}/{urllib.parse.quote(name)}"
+        headers |= {
+            "X-Linked-Etag": f'"{sha256}"',
+            "X-Linked-Size": str(len(data)),
+            "ETag": '"not-the-digest"',
+        }
+        headers["Location"] = (
+            f"{self.cdn}/{urllib.parse.quote(repo)}/{commit}/{urllib.parse.quote(name)}"
+        )
         return 302, b"Found. Redirecting", headers
 
     def cdn_answer(self, path: str, headers: dict[str, str]) -> tuple[int, bytes, dict[str, str]]:
@@ -263,7 +297,9 @@ class LoopbackHub:
 def _entry(name: str, data: bytes) -> dict[str, Any]:
     entry: dict[str, Any] = {"type": "file", "oid": git_oid(data), "size": len(data), "path": name}
     if len(data) >= LFS_BYTES:
-        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize {len(data)}\n"
+        pointer = (
+            f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize {len(data)}\n"
+        )
         entry["lfs"] = {"oid": content_id(data), "size": len(data), "pointerSize": len(pointer)}
         entry["oid"] = git_oid(pointer.encode())
         entry["xetHash"] = git_oid(data) + "0" * 24

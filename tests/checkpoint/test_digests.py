@@ -1,4 +1,6 @@
-"""Hashing: the digests are those of sha256sum and git, a second run hashes only what changed, an interrupt loses little."""
+"""Hashing: the digests are those of sha256sum and git, a second run hashes only what changed, an
+interrupt loses little.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from assay.checkpoint.files import AUTO_BYTES, VerifyOptions, wants_hash
 from checkpoint.asking import Ask, finding
 
 
-def digests_of(paths: list[Path], cache: DigestCache, workers: int | None = None) -> dict[str, Digest]:
+def digests_of(
+    paths: list[Path], cache: DigestCache, workers: int | None = None
+) -> dict[str, Digest]:
     result: dict[str, Digest] = {}
     hash_files([(p.name, p, p.stat().st_size) for p in paths], cache, result, workers=workers)
     return result
@@ -46,7 +50,9 @@ def age(path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.binary(max_size=3000))
-def test_both_digests_are_those_of_git_and_sha256(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_both_digests_are_those_of_git_and_sha256(
+    data: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("d") / "f"
     path.write_bytes(data)
     counts: list[int] = []
@@ -60,7 +66,9 @@ def test_both_digests_are_those_of_git_and_sha256(data: bytes, tmp_path_factory:
 def test_the_blob_id_is_the_one_that_git_computes(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(os.urandom(4096))
-    done = subprocess.run(["git", "hash-object", str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", "hash-object", str(path)], capture_output=True, text=True, check=True
+    )
     assert hash_stream(path, 4096, lambda n: None, threading.Event())[1] == done.stdout.strip()
 
 
@@ -158,7 +166,12 @@ def test_a_file_that_grows_meanwhile_gets_no_digest(tmp_path: Path) -> None:
     result: dict[str, Digest] = {}
     # It is read until its end, so the first block alone must not keep it growing for ever.
     grown = iter([grow])
-    hash_files([("w", file, 4 * BLOCK)], DigestCache(None), result, lambda n: next(grown, lambda c: None)(n))
+    hash_files(
+        [("w", file, 4 * BLOCK)],
+        DigestCache(None),
+        result,
+        lambda n: next(grown, lambda c: None)(n),
+    )
     assert result["w"].problem == "it changed while it was being read"
 
 
@@ -199,7 +212,9 @@ def test_every_file_has_its_sha256(ask: Ask, model: Path) -> None:
     assert code == 3
     for row in report["results"]["files"]:
         assert row["sha256"] == hashlib.sha256((model / row["path"]).read_bytes()).hexdigest()
-    assert report["results"]["bytes"]["hashed"] == sum(f["size"] for f in report["results"]["files"])
+    assert report["results"]["bytes"]["hashed"] == sum(
+        f["size"] for f in report["results"]["files"]
+    )
 
 
 def test_headers_only_reads_no_body_and_says_so(ask: Ask, model: Path) -> None:
@@ -235,7 +250,9 @@ def test_ctrl_c_keeps_what_was_hashed_and_the_next_run_goes_on(tmp_path: Path, m
     age(model / "b.bin")
     environment = os.environ | {"ASSAY_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "assay", "verify", str(model), "--json", "--workers", "2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
     until = time.monotonic() + 120
     while not remembered(tmp_path / "cache" / "digests") and time.monotonic() < until:
         time.sleep(0.05)  # until the first file is done; the second takes much longer
@@ -256,7 +273,9 @@ def test_ctrl_c_keeps_what_was_hashed_and_the_next_run_goes_on(tmp_path: Path, m
     assert json.loads(done.stdout)["results"]["bytes"]["from_cache"] == 64 << 20
 
 
-def test_an_interrupt_does_not_hide_a_fault(ask: Ask, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_does_not_hide_a_fault(
+    ask: Ask, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from assay.checkpoint import files as local_files
 
     def interrupted(*_: object) -> None:

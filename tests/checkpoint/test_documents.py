@@ -1,4 +1,6 @@
-"""What documents may say, and that nonsense in them is a finding: never a traceback, never a stage skipped in silence."""
+"""What documents may say, and that nonsense in them is a finding: never a traceback, never a stage
+skipped in silence.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from typing import Any
 import pytest
 
 from assay.checkpoint import verify as verification
-from assay.checkpoint.documents import CONFIG, GENERATION, TABLES, TOKENIZER, TOKENIZER_CONFIG, clean
+from assay.checkpoint.documents import (
+    CONFIG,
+    GENERATION,
+    TABLES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    clean,
+)
 from checkpoint import fuzzing
 from checkpoint.asking import Ask, finding
 from checkpoint_samples import config, edit_json
@@ -24,7 +33,9 @@ def wrong(document: dict[str, Any], table: Any = CONFIG) -> list[str]:
 
 
 def test_a_sound_config_is_left_as_it_is() -> None:
-    settings = config(rope_scaling=None, eos_token_id=[1, 2], something_else={"a": [1, "b"]}, head_dim=None)
+    settings = config(
+        rope_scaling=None, eos_token_id=[1, 2], something_else={"a": [1, "b"]}, head_dim=None
+    )
     assert clean(settings, CONFIG) == (settings, [])
 
 
@@ -48,7 +59,9 @@ def test_a_sound_config_is_left_as_it_is() -> None:
 def test_nonsense_is_named_by_its_path(changes: dict[str, Any], paths: list[str]) -> None:
     assert wrong(config(**changes)) == paths
     kept = clean(config(**changes), CONFIG)[0]
-    assert [path for path in wrong(kept) if not path.startswith("unknown")] == []  # what is left can be read
+    assert [
+        path for path in wrong(kept) if not path.startswith("unknown")
+    ] == []  # what is left can be read
 
 
 @pytest.mark.parametrize(
@@ -74,7 +87,9 @@ def test_the_other_documents(table: Any, document: dict[str, Any], paths: list[s
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("transformers"), reason="needs the hf extra")
 def test_no_default_config_of_transformers_is_nonsense() -> None:
-    """Of hundreds of model types: those that differ are no language models, or count their layers by part."""
+    """Of hundreds of model types: those that differ are no language models, or count their layers
+    by part.
+    """
     from transformers import CONFIG_MAPPING
 
     odd, looked_at = set(), 0
@@ -106,7 +121,9 @@ def test_no_default_config_of_transformers_is_nonsense() -> None:
         ("model.safetensors.index.json", {"metadata": {"total_size": math.nan}}, "index_mismatch"),
     ],
 )  # fmt: skip
-def test_nonsense_fails(ask: Ask, model: Path, name: str, changes: dict[str, Any], found: str) -> None:
+def test_nonsense_fails(
+    ask: Ask, model: Path, name: str, changes: dict[str, Any], found: str
+) -> None:
     edit_json(model / name, **changes)
     code, report = ask(model, "--allow-unverified", "--hash", "none")
     assert code == 1
@@ -122,19 +139,27 @@ def test_what_engines_do_not_need_is_a_warning(ask: Ask, model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size"]
+    "key",
+    ["hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size"],
 )
-def test_a_dimension_that_is_not_given_leaves_the_shapes_unexamined(ask: Ask, model: Path, key: str) -> None:
+def test_a_dimension_that_is_not_given_leaves_the_shapes_unexamined(
+    ask: Ask, model: Path, key: str
+) -> None:
     edit_json(model / "config.json", **{key: ...})
     code, report = ask(model, "--allow-unverified", "--hash", "none")
     assert (code, key in finding(report, "not_examined")["title"]) == (0, True)
     (model / "list.json").write_text("")
-    assert ask(model, "--write-manifest", model.parent / "list.json")[0] == 3  # not examined is not passed
+    assert (
+        ask(model, "--write-manifest", model.parent / "list.json")[0] == 3
+    )  # not examined is not passed
 
 
 def test_a_million_values_of_nonsense_are_some_findings(ask: Ask, model: Path) -> None:
     nonsense = {str(i): i for i in range(100_000)}
-    edit_json(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4, "dynamic": nonsense})
+    edit_json(
+        model / "config.json",
+        quantization_config={"quant_method": "gptq", "bits": 4, "dynamic": nonsense},
+    )
     code, report = ask(model, "--allow-unverified", "--hash", "none")
     assert code == 1
     assert len(report["findings"]) < 40
@@ -145,14 +170,18 @@ def test_a_million_values_of_nonsense_are_some_findings(ask: Ask, model: Path) -
 
 
 def fuzz(kind: str, share: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "find_spec", lambda name: None)  # transformers' own model is built elsewhere
+    monkeypatch.setattr(
+        verification, "find_spec", lambda name: None
+    )  # transformers' own model is built elsewhere
     subject, chosen = fuzzing.subject(kind, folder / "m"), random.Random(zlib.crc32(kind.encode()))
     usual = fuzzing.said(subject.examine(monkeypatch)[0])
     for name, at in subject.changes():
         for value in fuzzing.VALUES:
             if chosen.random() >= share:
                 continue
-            report, seconds = subject.examine(monkeypatch, name, fuzzing.changed(subject.documents[name], at, value))
+            report, seconds = subject.examine(
+                monkeypatch, name, fuzzing.changed(subject.documents[name], at, value)
+            )
             fuzzing.shown(report)
             where = (kind, name, at, value)
             assert seconds < fuzzing.MOST_S, where
@@ -164,13 +193,17 @@ def fuzz(kind: str, share: float, folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kind", fuzzing.KINDS)
-def test_no_value_of_a_document_stops_verify(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_value_of_a_document_stops_verify(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fuzz(kind, 0.012, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", fuzzing.KINDS)
-def test_no_value_of_any_document_stops_verify(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_value_of_any_document_stops_verify(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fuzz(kind, 1.0, tmp_path, monkeypatch)
 
 
@@ -178,12 +211,20 @@ HOSTILE = [10**9, 10**39, -1, 0, 1e308, math.nan, "x", [], {}, True, None]
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=repr)
-def test_counts_are_bounded_with_transformers_too(model: Path, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The families that only transformers knows: nothing is enumerated that the config does not bound."""
+def test_counts_are_bounded_with_transformers_too(
+    model: Path, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The families that only transformers knows: nothing is enumerated that the config does not
+    bound.
+    """
     from assay.checkpoint.structure import meta_expectation
     from assay.checkpoint.subject import open_checkpoint
 
     monkeypatch.setattr("assay.checkpoint.structure._expect", lambda *given: given)
     for key in ("num_experts", "num_hidden_layers", "num_nextn_predict_layers", "depth"):
-        edit_json(model / "config.json", model_type="granite", **{key: value, "vision_config": {"num_layers": 10**5}})
+        edit_json(
+            model / "config.json",
+            model_type="granite",
+            **{key: value, "vision_config": {"num_layers": 10**5}},
+        )
         assert meta_expectation(open_checkpoint(str(model)).checkpoint) is None

@@ -19,17 +19,30 @@ LAYER = """
 {at}.mlp.up_proj.weight I H
 {at}.mlp.down_proj.weight H I
 """
-DIMENSIONS = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 320, "num_hidden_layers": 1}
+DIMENSIONS = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+    "num_hidden_layers": 1,
+}
 
 
 def table(text: str, **words: Any) -> Shapes:
     return {name: ("BF16", shape) for name, shape in rows(text.format(**words))}
 
 
-def eagle3(config: dict[str, Any] | None = None, **tensors: tuple[str, tuple[int, ...]]) -> Checkpoint:
+def eagle3(
+    config: dict[str, Any] | None = None, **tensors: tuple[str, tuple[int, ...]]
+) -> Checkpoint:
     """EAGLE-3 for a target of hidden size 64 and 320 tokens."""
-    settings = DIMENSIONS | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 96} | (config or {})
-    shapes = table("fc.weight H 3*H\nnorm.weight H\nlm_head.weight 96 H\n" + LAYER, at="midlayer", reads=2)
+    settings = (
+        DIMENSIONS
+        | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 96}
+        | (config or {})
+    )
+    shapes = table(
+        "fc.weight H 3*H\nnorm.weight H\nlm_head.weight 96 H\n" + LAYER, at="midlayer", reads=2
+    )
     norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
     shapes |= {f"midlayer.{n}.weight": ("BF16", (64,)) for n in norms}
     shapes |= {"d2t": ("I64", (96,)), "t2d": ("BOOL", (320,))}
@@ -43,7 +56,9 @@ def eagle(config: dict[str, Any] | None = None, fc: tuple[int, int] = (64, 128))
 
 
 def target(**config: Any) -> Checkpoint:
-    return checkpoint(DIMENSIONS | {"num_hidden_layers": 4} | config, {"model.norm.weight": ("BF16", (64,))})
+    return checkpoint(
+        DIMENSIONS | {"num_hidden_layers": 4} | config, {"model.norm.weight": ("BF16", (64,))}
+    )
 
 
 GONE: tuple[str, tuple[int, ...]] = ("BF16", ())
@@ -60,7 +75,10 @@ def test_a_fitting_pair_raises_nothing(draft: Checkpoint) -> None:
     ("draft", "says"),
     [
         (eagle3(fc__weight=("BF16", (64, 128))), "fc.weight"),
-        (eagle3({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}}), "4 hidden states"),
+        (
+            eagle3({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}}),
+            "4 hidden states",
+        ),
         (eagle3(d2t=("I64", (95,))), "d2t"),
         (eagle3(t2d=("BOOL", (300,))), "t2d"),
         (eagle3(d2t=GONE), "no d2t map"),
@@ -81,13 +99,21 @@ def test_what_does_not_fit_is_named(draft: Checkpoint, says: str) -> None:
 
 def test_a_tensor_that_no_target_shares_must_be_there() -> None:
     found = list(check_draft(eagle3(midlayer__hidden_norm__weight=GONE), target()))
-    assert [(f.id, f.title) for f in found] == [("checkpoint.tensor_missing", "the draft has no midlayer.hidden_norm")]
+    assert [(f.id, f.title) for f in found] == [
+        ("checkpoint.tensor_missing", "the draft has no midlayer.hidden_norm")
+    ]
 
 
 def test_a_draft_of_another_width_may_read_a_wider_target() -> None:
     settings = {"target_hidden_size": 128}
-    assert list(check_draft(eagle3(settings, fc__weight=("BF16", (64, 384))), target(hidden_size=128))) == []
-    assert list(check_draft(eagle3(settings, fc__weight=("BF16", (64, 384))), target(hidden_size=256))) != []
+    assert (
+        list(check_draft(eagle3(settings, fc__weight=("BF16", (64, 384))), target(hidden_size=128)))
+        == []
+    )
+    assert (
+        list(check_draft(eagle3(settings, fc__weight=("BF16", (64, 384))), target(hidden_size=256)))
+        != []
+    )
 
 
 def test_how_many_hidden_states_are_read() -> None:
@@ -96,7 +122,12 @@ def test_how_many_hidden_states_are_read() -> None:
     assert hidden_states({"eagle_aux_hidden_state_layer_ids": [2, 9]}, "eagle3") == 2
     assert hidden_states({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, "eagle3") == 1
     assert hidden_states({"num_hidden_layers": 8}, "dflash") == 8
-    assert hidden_states({"num_hidden_layers": 8, "dflash_config": {"target_layer_ids": [1, 2]}}, "dflash") == 2
+    assert (
+        hidden_states(
+            {"num_hidden_layers": 8, "dflash_config": {"target_layer_ids": [1, 2]}}, "dflash"
+        )
+        == 2
+    )
 
 
 def test_a_model_is_no_draft() -> None:
@@ -135,11 +166,15 @@ DSPARK = {"architectures": ["Qwen3DSparkModel"], "dflash_config": ..., "mask_tok
         dflash(),
         dflash({"architectures": ["Qwen3DFlashDraftModel"]}),
         dflash({"architectures": ["SomethingNew"]}),  # its settings say what it is
-        dflash({"dflash_config": {"mask_token_id": 3}, "num_hidden_layers": 1}, reads=1),  # one state a layer
+        dflash(
+            {"dflash_config": {"mask_token_id": 3}, "num_hidden_layers": 1}, reads=1
+        ),  # one state a layer
         dflash({"target_hidden_size": 96}, hidden=96),
         dflash(DSPARK | {"target_layer_ids": [1, 2, 3]}),
         dflash(DSPARK | {"dspark_target_layer_ids": [1, 3]}, reads=2),
-        dflash({"dflash_config": ..., "aux_hidden_state_layer_ids": [1, 3, 4], "mask_token_id": 7}),  # counted from 1
+        dflash(
+            {"dflash_config": ..., "aux_hidden_state_layer_ids": [1, 3, 4], "mask_token_id": 7}
+        ),  # counted from 1
     ],
 )
 def test_a_fitting_dflash_draft_raises_nothing(draft: Checkpoint) -> None:
@@ -153,9 +188,15 @@ def test_a_fitting_dflash_draft_raises_nothing(draft: Checkpoint) -> None:
     ("draft", "says"),
     [
         (dflash(reads=2), "3 hidden states of 64"),
-        (dflash({"dflash_config": {"target_layer_ids": [0, 2, 4]}}), "names layer 4 of a target with 4 layers"),
+        (
+            dflash({"dflash_config": {"target_layer_ids": [0, 2, 4]}}),
+            "names layer 4 of a target with 4 layers",
+        ),
         (dflash({"dflash_config": {"target_layer_ids": [0, 2, 2]}}), "twice"),
-        (dflash({"dflash_config": {"target_layer_ids": [0, 2, 3], "mask_token_id": 320}}), "mask_token_id 320"),
+        (
+            dflash({"dflash_config": {"target_layer_ids": [0, 2, 3], "mask_token_id": 320}}),
+            "mask_token_id 320",
+        ),
         (dflash({"num_target_layers": 36}), "num_hidden_layers 36, this target has 4"),
         (dflash({"dflash_config": ..., "aux_hidden_state_layer_ids": [1, 3, 5]}), "names layer 5"),
         (dflash(DSPARK | {"target_layer_ids": [1, 2, 9]}), "names layer 9"),
@@ -163,14 +204,17 @@ def test_a_fitting_dflash_draft_raises_nothing(draft: Checkpoint) -> None:
     ],
 )
 def test_what_does_not_fit_a_dflash_draft_is_named(draft: Checkpoint, says: str) -> None:
-    assert any(says in f.title for f in check_draft(draft, target())), [f.title for f in check_draft(draft, target())]
+    assert any(says in f.title for f in check_draft(draft, target())), [
+        f.title for f in check_draft(draft, target())
+    ]
 
 
 # EAGLE-3 counts the embedding as 0, so a target of 4 layers has the ids 0 to 4.
 
 
 @pytest.mark.parametrize(
-    ("ids", "fits"), [([0, 1, 4], True), ([0, 1, 5], False), ([1, 2, 48], False), ([1, 1, 2], False)]
+    ("ids", "fits"),
+    [([0, 1, 4], True), ([0, 1, 5], False), ([1, 2, 48], False), ([1, 1, 2], False)],
 )
 @pytest.mark.parametrize("place", ["top", "eagle_config"])
 def test_layer_ids_are_those_of_the_target(ids: list[int], fits: bool, place: str) -> None:

@@ -1,6 +1,8 @@
-"""Real quantised checkpoints of SmolLM2, as names, types and shapes: silent when whole, found out when damaged.
+"""Real quantised checkpoints of SmolLM2, as names, types and shapes: silent when whole, found out
+when damaged.
 
-The fixtures were written by `benchmarks/quantised_checkpoints.py --fixtures` from files that the real libraries made.
+The fixtures were written by `benchmarks/quantised_checkpoints.py --fixtures` from files that the
+real libraries made.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from assay.verdict import Finding
 from checkpoint.export_faults import EXPORT_FAULTS, Config, ExportFault
 
 EXPORTS = {
-    path.stem: json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "exports").glob("*.json"))
+    path.stem: json.loads(path.read_text())
+    for path in sorted((Path(__file__).parent / "exports").glob("*.json"))
 }
 
 
@@ -35,7 +38,9 @@ def tensors(export: dict[str, Any]) -> Iterator[Tensor]:
             bits *= dimension
         layers = [i for low, high in entry.get("layers", []) for i in range(low, high + 1)]
         for name in [entry["name"].replace("*", str(i)) for i in layers] or [entry["name"]]:
-            yield Tensor(name, entry["dtype"], tuple(entry["shape"]), "model.safetensors", at, at + bits // 8)
+            yield Tensor(
+                name, entry["dtype"], tuple(entry["shape"]), "model.safetensors", at, at + bits // 8
+            )
             at += bits // 8
 
 
@@ -69,7 +74,9 @@ def test_a_real_export_raises_nothing(kind: str) -> None:
     export = EXPORTS[kind]
     subject = checkpoint(export["config"], list(tensors(export)))
     raised = [(f.id, f.severity.value) for f in findings(subject)]
-    if kind == "hqq":  # the library declares nothing in config.json, which other engines stumble over
+    if (
+        kind == "hqq"
+    ):  # the library declares nothing in config.json, which other engines stumble over
         assert raised == [("checkpoint.quantization_conflict", "warning")]
     else:
         assert parse(subject) is not None
@@ -85,14 +92,24 @@ def test_a_fault_is_found_in_every_export_that_can_have_it(fault: ExportFault) -
         if edit is None:
             continue
         tried += 1
-        renamed = [Tensor(edit.renamed.get(t.name, t.name), t.dtype, t.shape, t.file, t.start, t.end) for t in listed]
+        renamed = [
+            Tensor(edit.renamed.get(t.name, t.name), t.dtype, t.shape, t.file, t.start, t.end)
+            for t in listed
+        ]
         raised = findings(checkpoint(edit.config, renamed), fault.serve_args)
         wanted = (f"checkpoint.{fault.finding}", fault.severity)
-        assert wanted in {(f.id, f.severity.value) for f in raised}, (kind, [f.title for f in raised])
+        assert wanted in {(f.id, f.severity.value) for f in raised}, (
+            kind,
+            [f.title for f in raised],
+        )
     assert tried >= 2
 
 
 def test_the_libraries_are_all_there() -> None:
     assert "hqq" in EXPORTS
-    methods = {e["config"]["quantization_config"]["quant_method"] for name, e in EXPORTS.items() if name != "hqq"}
+    methods = {
+        e["config"]["quantization_config"]["quant_method"]
+        for name, e in EXPORTS.items()
+        if name != "hqq"
+    }
     assert {"auto-round", "gptq", "awq", "torchao", "bitsandbytes", "compressed-tensors"} <= methods

@@ -1,4 +1,6 @@
-"""GGUF: the same reading as the format's own package, faults found, hostile files cheap, real files whole."""
+"""GGUF: the same reading as the format's own package, faults found, hostile files cheap, real files
+whole.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_the_formats_own_package_reads_the_same(tmp_path: Path) -> None:
 def test_block_sizes_are_those_of_the_formats_own_package() -> None:
     constants = pytest.importorskip("gguf.constants")
     theirs = {int(k): v for k, v in constants.GGML_QUANT_SIZES.items()}
-    theirs.pop(9)  # Q8_1: 36 bytes since its scale became float16, which the package missed; no file stores it
+    theirs.pop(
+        9
+    )  # Q8_1: 36 bytes since its scale became float16, which the package missed; no file stores it
     assert {kind: (TYPES[kind].block, TYPES[kind].nbytes) for kind in theirs} == theirs
 
 
@@ -59,23 +63,56 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "empty": ("truncated", lambda p: os.truncate(p, 0)),
     "not GGUF": ("header_invalid", lambda p: p.write_bytes(b"GGML" + p.read_bytes()[4:])),
     "web page": ("header_invalid", lambda p: p.write_bytes(b"<!DOCTYPE html>" + bytes(100))),
-    "version 9": ("header_invalid", lambda p: p.write_bytes(b"GGUF" + struct.pack("<I", 9) + p.read_bytes()[8:])),
-    "big-endian": ("header_invalid", lambda p: p.write_bytes(b"GGUF" + struct.pack(">I", 3) + p.read_bytes()[8:])),
-    "unknown type": ("header_invalid", lambda p: write(p, [*llama_rows(), ("x", (32,), 5000, bytes(32))])),
-    "rows that are no whole blocks": ("header_invalid", lambda p: write(p, [*llama_rows(), ("x", (33, 1), 8, bytes(64))])),
-    "five dimensions": ("header_invalid", lambda p: write(p, [*llama_rows(), ("x", (1,) * (MAX_RANK + 1), 0, bytes(4))])),
+    "version 9": (
+        "header_invalid",
+        lambda p: p.write_bytes(b"GGUF" + struct.pack("<I", 9) + p.read_bytes()[8:]),
+    ),
+    "big-endian": (
+        "header_invalid",
+        lambda p: p.write_bytes(b"GGUF" + struct.pack(">I", 3) + p.read_bytes()[8:]),
+    ),
+    "unknown type": (
+        "header_invalid",
+        lambda p: write(p, [*llama_rows(), ("x", (32,), 5000, bytes(32))]),
+    ),
+    "rows that are no whole blocks": (
+        "header_invalid",
+        lambda p: write(p, [*llama_rows(), ("x", (33, 1), 8, bytes(64))]),
+    ),
+    "five dimensions": (
+        "header_invalid",
+        lambda p: write(p, [*llama_rows(), ("x", (1,) * (MAX_RANK + 1), 0, bytes(4))]),
+    ),
     "one name twice": ("tensor_duplicate", lambda p: write(p, [*llama_rows(), llama_rows()[0]])),
     "odd alignment": ("header_invalid", lambda p: write(p, general__alignment=7)),
-    "layer missing": ("tensor_missing", lambda p: write(p, [r for r in llama_rows() if "blk.1." not in r[0]])),
-    "matrix missing": ("tensor_missing", lambda p: write(p, [r for r in llama_rows() if r[0] != "blk.1.ffn_up.weight"])),
+    "layer missing": (
+        "tensor_missing",
+        lambda p: write(p, [r for r in llama_rows() if "blk.1." not in r[0]]),
+    ),
+    "matrix missing": (
+        "tensor_missing",
+        lambda p: write(p, [r for r in llama_rows() if r[0] != "blk.1.ffn_up.weight"]),
+    ),
     "embedding missing": ("tensor_missing", lambda p: write(p, llama_rows()[1:])),
     "fewer layers said": ("config_conflict", lambda p: write(p, llama__block_count=2)),
     "no architecture": ("config_conflict", lambda p: write(p, general__architecture="")),
-    "vocabulary of another model": ("tokenizer_conflict", lambda p: write(p, tokenizer__ggml__tokens=["a"] * 60)),
-    "end token outside": ("tokenizer_conflict", lambda p: write(p, tokenizer__ggml__eos_token_id=64)),
-    "types of tokens too few": ("tokenizer_conflict", lambda p: write(p, tokenizer__ggml__token_type=[1] * 5)),
-    "template that does not parse": ("chat_template_invalid", lambda p: write(p, tokenizer__chat_template="{% if %}")),
-}  # fmt: skip
+    "vocabulary of another model": (
+        "tokenizer_conflict",
+        lambda p: write(p, tokenizer__ggml__tokens=["a"] * 60),
+    ),
+    "end token outside": (
+        "tokenizer_conflict",
+        lambda p: write(p, tokenizer__ggml__eos_token_id=64),
+    ),
+    "types of tokens too few": (
+        "tokenizer_conflict",
+        lambda p: write(p, tokenizer__ggml__token_type=[1] * 5),
+    ),
+    "template that does not parse": (
+        "chat_template_invalid",
+        lambda p: write(p, tokenizer__chat_template="{% if %}"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -115,9 +152,17 @@ def test_a_scale_that_is_no_number_and_a_matrix_of_zero_scales(ask: Ask, tmp_pat
     [{"general__architecture": "clip"}, {"general__type": "adapter"}, {"general__type": "imatrix"}],
     ids=["vision projector", "adapter", "importance matrix"],
 )
-def test_what_is_no_language_model_is_left_alone(ask: Ask, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_what_is_no_language_model_is_left_alone(
+    ask: Ask, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     rows: list[Row] = [("v.patch_embd.weight", (32, 3), 0, struct.pack("<96f", *range(96)))]
-    path = write(tmp_path / "w.gguf", rows, tokenizer__ggml__tokens=..., tokenizer__chat_template=..., **changes)
+    path = write(
+        tmp_path / "w.gguf",
+        rows,
+        tokenizer__ggml__tokens=...,
+        tokenizer__chat_template=...,
+        **changes,
+    )
     code, report = ask(path, "--allow-unverified")
     assert (code, [f["id"] for f in report["findings"]]) == (0, ["checkpoint.unverified"])
 
@@ -142,14 +187,22 @@ def test_parts_of_two_models(ask: Ask, tmp_path: Path) -> None:
     parts = split(tmp_path)
     parts[2].write_bytes(
         gguf(
-            {"general.architecture": "llama", "split.no": 2, "split.count": 3, "split.tensors.count": 29},
+            {
+                "general.architecture": "llama",
+                "split.no": 2,
+                "split.count": 3,
+                "split.tensors.count": 29,
+            },
             llama_rows()[:2],
         )
     )
     code, report = ask(tmp_path, "--allow-unverified")
     assert (code, finding(report, "index_mismatch")["evidence"]["announced"]) == (1, 29)
     parts[2].write_bytes(parts[1].read_bytes())
-    assert "says that it is part 2" in finding(ask(tmp_path, "--allow-unverified")[1], "index_mismatch")["title"]
+    assert (
+        "says that it is part 2"
+        in finding(ask(tmp_path, "--allow-unverified")[1], "index_mismatch")["title"]
+    )
 
 
 # Hostile files.
@@ -181,11 +234,15 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "string of 2^60": lambda: pair(8, struct.pack("<Q", 1 << 60) + bytes(100)),
     "array of 2^60": lambda: pair(9, struct.pack("<IQ", 0, 1 << 60) + bytes(100)),
     "array of 200 MB": lambda: pair(9, struct.pack("<IQ", 0, 200 << 20) + bytes(200 << 20)),
-    "array of 20 million empty strings": lambda: pair(9, struct.pack("<IQ", 8, 20_000_000) + bytes(160_000_000)),
+    "array of 20 million empty strings": lambda: pair(
+        9, struct.pack("<IQ", 8, 20_000_000) + bytes(160_000_000)
+    ),
     "arrays nested deeply": lambda: pair(9, struct.pack("<IQ", 9, 1) * 1000),
     "a million pairs": lambda: b"GGUF" + struct.pack("<IQQ", 3, 0, 1_000_000) + bytes(20_000_000),
-    "key of 16 MB": lambda: b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text(bytes(16 << 20)) + bytes(100),
-}  # fmt: skip
+    "key of 16 MB": lambda: (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text(bytes(16 << 20)) + bytes(100)
+    ),
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -196,11 +253,17 @@ def test_a_hostile_file_costs_neither_memory_nor_time(name: str, tmp_path: Path)
         "g = read_gguf(Path(sys.argv[1]), 'w'); print(g.faults[0].id if g.faults else 'none')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "w.gguf")], capture_output=True, text=True, timeout=240,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (700 << 20, 700 << 20)), check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", program, str(tmp_path / "w.gguf")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (700 << 20, 700 << 20)),
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-300:]
-    assert done.stdout.strip() in {"header_invalid", "truncated"} | ({"none"} if "key of" in name else set())
+    assert done.stdout.strip() in {"header_invalid", "truncated"} | (
+        {"none"} if "key of" in name else set()
+    )
 
 
 def test_the_value_writer_of_these_tests_is_the_formats() -> None:
@@ -213,7 +276,9 @@ def test_the_value_writer_of_these_tests_is_the_formats() -> None:
 FOLDER = cache_dir("gguf")  # before a test moves the cache
 REAL = (
     "smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    pytest.param("gemma3/gemma-3-270m-Q4_K_M.gguf", marks=pytest.mark.slow),  # 262,144 pieces of a vocabulary
+    pytest.param(
+        "gemma3/gemma-3-270m-Q4_K_M.gguf", marks=pytest.mark.slow
+    ),  # 262,144 pieces of a vocabulary
 )
 
 
@@ -240,7 +305,9 @@ def test_a_real_file_is_whole_and_a_cut_copy_is_not(ask: Ask, tmp_path: Path, na
 def retyped(kind: int, nbytes: int) -> list[Row]:
     """The rows with every matrix of the layers in a type of its own."""
     return [
-        (name, dims, kind, bytes(nbytes)) if name.startswith("blk.") and len(dims) == 2 else (name, dims, old, data)
+        (name, dims, kind, bytes(nbytes))
+        if name.startswith("blk.") and len(dims) == 2
+        else (name, dims, old, data)
         for name, dims, old, data in llama_rows()
     ]
 
@@ -259,18 +326,25 @@ def test_types_of_another_engine_are_said_once(ask: Ask, tmp_path: Path, kind: i
 def test_what_can_be_seen_of_another_engines_file_is_still_judged(ask: Ask, tmp_path: Path) -> None:
     rows = [row for row in retyped(139, 96) if row[0] != "blk.1.ffn_up.weight"]
     code, report = ask(write(tmp_path / "w.gguf", rows), "--allow-unverified")
-    assert (code, finding(report, "tensor_missing")["evidence"]["tensors"]) == (1, ["ffn_up.weight"])
+    assert (code, finding(report, "tensor_missing")["evidence"]["tensors"]) == (
+        1,
+        ["ffn_up.weight"],
+    )
     path = write(tmp_path / "x.gguf", retyped(139, 96))
     os.truncate(path, path.stat().st_size // 2)
     assert finding(ask(path, "--allow-unverified")[1], "truncated")
 
 
 def head_rows(*parts: str) -> list[Row]:
-    """A fourth layer that drafts: its glue, and of an ordinary layer the tensors that begin with one of `parts`."""
+    """A fourth layer that drafts: its glue, and of an ordinary layer the tensors that begin with
+    one of `parts`.
+    """
     glue = ("eh_proj", "enorm", "hnorm", "shared_head_norm")
     rows: list[Row] = [(f"blk.3.nextn.{n}.weight", (32,), 0, bytes(128)) for n in glue]
     layer = [r for r in llama_rows() if r[0].startswith("blk.2.")]
-    return rows + [(n.replace("blk.2.", "blk.3."), *rest) for n, *rest in layer if n.startswith(parts, 6)]
+    return rows + [
+        (n.replace("blk.2.", "blk.3."), *rest) for n, *rest in layer if n.startswith(parts, 6)
+    ]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "glm4moe", "deepseek2"])

@@ -1,4 +1,6 @@
-"""safetensors headers: what the format's own library writes is read the same, and nothing hostile costs memory or time."""
+"""safetensors headers: what the format's own library writes is read the same, and nothing hostile
+costs memory or time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.checkpoint.safetensors import DTYPE_BITS, MAX_HEADER_BYTES, Header, parse_header, read_header
+from assay.checkpoint.safetensors import (
+    DTYPE_BITS,
+    MAX_HEADER_BYTES,
+    Header,
+    parse_header,
+    read_header,
+)
 
 
 def parse(data: bytes, size: int | None = None) -> Header:
@@ -28,7 +36,9 @@ def file_of(entries: dict[str, Any] | bytes, body: int = 0, length: int | None =
     return struct.pack("<Q", len(raw) if length is None else length) + raw + bytes(body)
 
 
-def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4), **more: Any) -> dict[str, Any]:
+def entry(
+    dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4), **more: Any
+) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
 
 
@@ -42,9 +52,13 @@ def test_what_the_formats_own_library_writes_is_read_the_same(tmp_path: Path) ->
     from safetensors import safe_open
 
     arrays = {
-        "a.weight": np.zeros((3, 5), np.float32), "b": np.zeros((), np.float64), "c": np.zeros((0, 7), np.int8),
-        "ü.x": np.zeros((2, 2, 2), np.float16), "flag": np.zeros(9, np.bool_), "i": np.zeros(4, np.int64),
-    }  # fmt: skip
+        "a.weight": np.zeros((3, 5), np.float32),
+        "b": np.zeros((), np.float64),
+        "c": np.zeros((0, 7), np.int8),
+        "ü.x": np.zeros((2, 2, 2), np.float16),
+        "flag": np.zeros(9, np.bool_),
+        "i": np.zeros(4, np.int64),
+    }
     safetensors.save_file(arrays, tmp_path / "w", metadata={"format": "pt"})
     header = read_header(tmp_path / "w", "w")
     assert header.faults == ()
@@ -133,13 +147,18 @@ def test_names_with_colons_and_braces_are_no_repetition() -> None:
     names = {'a:{"b":1}': entry(), "c": entry(offsets=[4, 8])}
     assert parse(file_of({"__metadata__": {"k": "a:b:{"}} | names, 8)).faults == ()
     inner = b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    assert parse(file_of(inner, 4)).faults == ()  # a repeated field is the last one's value, as for the library
+    assert (
+        parse(file_of(inner, 4)).faults == ()
+    )  # a repeated field is the last one's value, as for the library
 
 
 @settings(max_examples=200)
 @given(names=st.lists(st.sampled_from(["a", "b", 'c":', "d{"]), min_size=1, max_size=6))
 def test_every_repetition_is_found(names: list[str]) -> None:
-    rows = [json.dumps(n) + ":" + json.dumps(entry(offsets=[4 * i, 4 * i + 4])) for i, n in enumerate(names)]
+    rows = [
+        json.dumps(n) + ":" + json.dumps(entry(offsets=[4 * i, 4 * i + 4]))
+        for i, n in enumerate(names)
+    ]
     header = parse(file_of(("{" + ",".join(rows) + "}").encode(), 4 * len(names)))
     assert ("tensor_duplicate" in ids(header)) == (len(set(names)) < len(names))
 
@@ -166,7 +185,9 @@ def test_arbitrary_bytes_never_raise(raw: bytes, body: int) -> None:
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 fields = st.fixed_dictionaries(
@@ -180,7 +201,10 @@ fields = st.fixed_dictionaries(
 
 
 @settings(max_examples=300, deadline=None)
-@given(document=st.dictionaries(st.text(max_size=6), fields | json_values, max_size=5), body=st.integers(0, 40))
+@given(
+    document=st.dictionaries(st.text(max_size=6), fields | json_values, max_size=5),
+    body=st.integers(0, 40),
+)
 def test_a_header_without_faults_covers_its_file(document: dict[str, Any], body: int) -> None:
     data = file_of(document, body)
     header = parse(data)
@@ -198,7 +222,9 @@ def test_a_header_without_faults_covers_its_file(document: dict[str, Any], body:
 
 
 HOSTILE = {
-    "entries that all are wrong": lambda: file_of(b"{" + b",".join(b'"%d":{}' % i for i in range(400_000)) + b"}"),
+    "entries that all are wrong": lambda: file_of(
+        b"{" + b",".join(b'"%d":{}' % i for i in range(400_000)) + b"}"
+    ),
     "announces 2^60 bytes": lambda: struct.pack("<Q", 1 << 60) + bytes(100),
     "announces 90 MB in a small file": lambda: struct.pack("<Q", 90_000_000) + b"{" + bytes(1000),
     "90 MB of brackets": lambda: file_of(b"[" * 90_000_000),
@@ -217,8 +243,9 @@ def limited() -> None:
 def test_a_hostile_header_costs_neither_memory_nor_time(name: str, tmp_path: Path) -> None:
     (tmp_path / "w").write_bytes(HOSTILE[name]())
     program = (
-        "import sys; from pathlib import Path; from assay.checkpoint.safetensors import read_header\n"
-        "h = read_header(Path(sys.argv[1]), 'w'); print(h.faults[0].id, len(h.faults[0].message))"
+        "import sys; from pathlib import Path; from assay.checkpoint.safetensors import"
+        " read_header\nh = read_header(Path(sys.argv[1]), 'w'); print(h.faults[0].id,"
+        " len(h.faults[0].message))"
     )
     began = time.monotonic()
     done = subprocess.run(
@@ -234,7 +261,10 @@ def test_a_hostile_header_costs_neither_memory_nor_time(name: str, tmp_path: Pat
 
 def test_a_header_of_a_hundred_thousand_tensors_is_read_quickly(tmp_path: Path) -> None:
     """The largest mixtures of experts have about that many in all their shards."""
-    entries = {f"model.layers.{i}.weight": entry("BF16", [2, 2], [8 * i, 8 * i + 8]) for i in range(100_000)}
+    entries = {
+        f"model.layers.{i}.weight": entry("BF16", [2, 2], [8 * i, 8 * i + 8])
+        for i in range(100_000)
+    }
     (tmp_path / "w").write_bytes(file_of(entries, 800_000))
     began = time.monotonic()
     header = read_header(tmp_path / "w", "w")

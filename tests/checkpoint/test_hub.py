@@ -1,4 +1,6 @@
-"""`--repo` and `hub:` against a Hub on loopback: what is held against what, and every way in which it can go wrong."""
+"""`--repo` and `hub:` against a Hub on loopback: what is held against what, and every way in which
+it can go wrong.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def commit(hub: LoopbackHub, model: Path) -> str:
 # A local folder against the Hub's digests.
 
 
-def test_a_whole_folder_is_verified_at_the_commit_that_main_stands_for(ask: Ask, model: Path, commit: str) -> None:
+def test_a_whole_folder_is_verified_at_the_commit_that_main_stands_for(
+    ask: Ask, model: Path, commit: str
+) -> None:
     code, report = ask(model, "--repo", REPO)
     assert code == 0, report["findings"]
     assert set(statuses(report).values()) == {"verified"}
@@ -63,7 +67,9 @@ def test_a_moved_branch_is_found_and_an_older_revision_still_verifies(
     assert (code, report["subject"]["revision"]) == (0, commit)
 
 
-def test_branches_and_tags_with_slashes_resolve(ask: Ask, hub: LoopbackHub, model: Path, commit: str) -> None:
+def test_branches_and_tags_with_slashes_resolve(
+    ask: Ask, hub: LoopbackHub, model: Path, commit: str
+) -> None:
     hub.repos[REPO].refs["refs/pr/1"] = commit
     code, report = ask(model, "--repo", REPO, "--revision", "refs/pr/1")
     assert (code, report["subject"]["revision"]) == (0, commit)
@@ -133,7 +139,9 @@ def test_a_remote_checkpoint_is_examined_without_its_bodies(
     assert all("range" in s.headers for s in shards)
 
 
-def test_names_and_shapes_are_those_that_huggingface_hub_reads(hub: LoopbackHub, commit: str) -> None:
+def test_names_and_shapes_are_those_that_huggingface_hub_reads(
+    hub: LoopbackHub, commit: str
+) -> None:
     from huggingface_hub import HfApi
 
     from assay.checkpoint.subject import open_checkpoint
@@ -147,7 +155,9 @@ def test_names_and_shapes_are_those_that_huggingface_hub_reads(hub: LoopbackHub,
     }
 
 
-def test_a_fault_in_a_remote_header_is_found(ask: Ask, hub: LoopbackHub, model: Path, tmp_path: Path) -> None:
+def test_a_fault_in_a_remote_header_is_found(
+    ask: Ask, hub: LoopbackHub, model: Path, tmp_path: Path
+) -> None:
     edit_json(model / "config.json", num_hidden_layers=6)
     hub.upload(REPO, model)
     code, report = ask(f"hub:{REPO}", "--allow-unverified")
@@ -165,7 +175,9 @@ def test_a_header_longer_than_the_first_range_is_read_in_full(
     assert report["results"]["tensors"] == 39
 
 
-def test_a_server_that_ignores_ranges_costs_no_more_than_was_asked_for(ask: Ask, hub: LoopbackHub, model: Path) -> None:
+def test_a_server_that_ignores_ranges_costs_no_more_than_was_asked_for(
+    ask: Ask, hub: LoopbackHub, model: Path
+) -> None:
     body = (model / ONE).read_bytes() + bytes(32 << 20)
     hub.upload(REPO, model, **{ONE: body})
     hub.twist(rf"/org/tiny/\w+/{ONE}", status=200, body=body)
@@ -185,7 +197,9 @@ def test_a_small_file_that_was_altered_on_the_way_is_a_mismatch(
     assert finding(report, "digest_mismatch")["evidence"]["path"] == "config.json"
 
 
-def test_a_manifest_is_not_written_of_what_is_not_here(ask: Ask, hub: LoopbackHub, commit: str, tmp_path: Path) -> None:
+def test_a_manifest_is_not_written_of_what_is_not_here(
+    ask: Ask, hub: LoopbackHub, commit: str, tmp_path: Path
+) -> None:
     code, report = ask(f"hub:{REPO}", "--write-manifest", tmp_path / "list.json")
     assert code == 2
     assert "are not here" in report["findings"][0]["title"]
@@ -208,7 +222,9 @@ def test_a_manifest_is_not_written_of_what_is_not_here(ask: Ask, hub: LoopbackHu
         (503, {"Retry-After": "Fri, 31 Dec 2027 23:59:59 GMT"}, 2, "status 503"),
     ],
 )
-@pytest.mark.parametrize("where", ["/api/models/[^/]+/[^/]+/revision", "/tree/"], ids=["info", "tree"])
+@pytest.mark.parametrize(
+    "where", ["/api/models/[^/]+/[^/]+/revision", "/tree/"], ids=["info", "tree"]
+)
 def test_a_status_is_one_line_and_its_exit_code(
     ask: Ask, hub: LoopbackHub, commit: str, where: str, status: int, headers: dict[str, str], code: int, words: str
 ) -> None:  # fmt: skip
@@ -245,7 +261,9 @@ def test_an_unknown_repository(ask: Ask, hub: LoopbackHub) -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "a/b/c", "../x", "-x/y", ""])
-def test_what_is_no_repository_id_is_refused_before_any_request(ask: Ask, hub: LoopbackHub, name: str) -> None:
+def test_what_is_no_repository_id_is_refused_before_any_request(
+    ask: Ask, hub: LoopbackHub, name: str
+) -> None:
     code, report = ask(f"hub:{name}")
     assert code == 2
     assert "is not a repository id" in report["findings"][0]["title"]
@@ -253,14 +271,18 @@ def test_what_is_no_repository_id_is_refused_before_any_request(ask: Ask, hub: L
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"{}", b"[1, 2]", b'[{"type": "file"}]', b"null"])
-def test_an_answer_that_is_not_the_api(ask: Ask, hub: LoopbackHub, commit: str, body: bytes) -> None:
+def test_an_answer_that_is_not_the_api(
+    ask: Ask, hub: LoopbackHub, commit: str, body: bytes
+) -> None:
     hub.twist("/tree/", status=200, body=body, headers={"Content-Type": "application/json"})
     code, report = ask(f"hub:{REPO}")
     assert code == 2
     assert "cannot read org/tiny" in report["findings"][0]["title"]
 
 
-def test_a_silent_hub_is_inconclusive(ask: Ask, hub: LoopbackHub, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_hub_is_inconclusive(
+    ask: Ask, hub: LoopbackHub, commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "REQUEST_S", 0.5)
     hub.twist("/api/models", delay=20)
     began = time.monotonic()
@@ -288,7 +310,9 @@ def test_a_file_listed_but_not_served(ask: Ask, hub: LoopbackHub, commit: str) -
     assert "config.json cannot be read" in finding(report, "config_conflict")["title"]
 
 
-def test_nobody_listens(ask: Ask, hub: LoopbackHub, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_listens(
+    ask: Ask, hub: LoopbackHub, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with closed_port() as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
         code, report = ask(f"hub:{REPO}")

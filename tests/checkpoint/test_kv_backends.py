@@ -18,7 +18,11 @@ NONE = KvCache(None, False, frozenset())
 
 
 def lint(
-    flags: str, capability: float | None = None, method: str | None = None, cache: KvCache = NONE, **config: int
+    flags: str,
+    capability: float | None = None,
+    method: str | None = None,
+    cache: KvCache = NONE,
+    **config: int,
 ) -> list[Finding]:
     import json
 
@@ -66,7 +70,9 @@ ERROR, WARNING = ("kv_dtype_conflict", "error"), ("kv_dtype_conflict", "warning"
         ("--attention-backend TRITON_MSA", None, set()),
     ],
 )
-def test_ordinary_attention(flags: str, capability: float | None, expected: set[tuple[str, str]]) -> None:
+def test_ordinary_attention(
+    flags: str, capability: float | None, expected: set[tuple[str, str]]
+) -> None:
     assert said(lint(flags, capability)) == expected
 
 
@@ -87,7 +93,9 @@ def test_a_head_that_flashinfer_does_not_take_ends_at_triton() -> None:
         ("--attention-backend FLASH_ATTN", 9.0, {("flag_rejected", "error")}),
     ],
 )
-def test_latent_attention(flags: str, capability: float | None, expected: set[tuple[str, str]]) -> None:
+def test_latent_attention(
+    flags: str, capability: float | None, expected: set[tuple[str, str]]
+) -> None:
     assert said(lint(flags, capability, kv_lora_rank=512)) == expected
 
 
@@ -108,13 +116,20 @@ def test_sparse_latent_attention_has_backends_of_its_own() -> None:
         ("gptq", NONE, False),
     ],
 )
-def test_e5m2_is_refused_where_the_checkpoint_may_hold_scales(method: str, cache: KvCache, refused: bool) -> None:
+def test_e5m2_is_refused_where_the_checkpoint_may_hold_scales(
+    method: str, cache: KvCache, refused: bool
+) -> None:
     assert (ERROR in said(lint("--kv-cache-dtype fp8_e5m2", None, method, cache))) is refused
 
 
 def test_scales_that_are_there_are_no_warning() -> None:
-    assert said(lint("--kv-cache-dtype fp8", 9.0, "fp8", KvCache("fp8", False, frozenset({0})))) == set()
-    assert said(lint("--kv-cache-dtype nvfp4", 9.0, "fp8", KvCache("fp8", False, frozenset({0})))) == {ERROR}
+    assert (
+        said(lint("--kv-cache-dtype fp8", 9.0, "fp8", KvCache("fp8", False, frozenset({0}))))
+        == set()
+    )
+    assert said(
+        lint("--kv-cache-dtype nvfp4", 9.0, "fp8", KvCache("fp8", False, frozenset({0})))
+    ) == {ERROR}
 
 
 def test_the_order_of_choice() -> None:
@@ -127,7 +142,9 @@ def test_the_order_of_choice() -> None:
 
 @pytest.mark.engine
 def test_vllm_itself_agrees() -> None:
-    """Backends, their KV dtypes and head sizes as vLLM's classes state them (read, not imported: they need CUDA)."""
+    """Backends, their KV dtypes and head sizes as vLLM's classes state them (read, not imported:
+    they need CUDA).
+    """
     from assay.demo import vllm_python
 
     package = next((vllm_python().parents[1] / "lib").glob("python3*/site-packages/vllm"))
@@ -149,14 +166,20 @@ def test_vllm_itself_agrees() -> None:
 
 def _classes(file: Path, name: str) -> set[str]:
     tree = ast.parse(file.read_text())
-    node = next(n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name)
+    node = next(
+        n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name
+    )
     return {c.value for c in ast.walk(node.value) if isinstance(c, ast.Constant)}
 
 
 def _members(file: Path) -> dict[str, str]:
     enum = next(n for n in ast.parse(file.read_text()).body
                 if isinstance(n, ast.ClassDef) and n.name == "AttentionBackendEnum")  # fmt: skip
-    return {ast.unparse(n.targets[0]): str(ast.literal_eval(n.value)) for n in enum.body if isinstance(n, ast.Assign)}
+    return {
+        ast.unparse(n.targets[0]): str(ast.literal_eval(n.value))
+        for n in enum.body
+        if isinstance(n, ast.Assign)
+    }
 
 
 def _stated(file: Path, class_name: str) -> dict[str, frozenset[object]]:

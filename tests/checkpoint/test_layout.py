@@ -1,4 +1,6 @@
-"""Where a checkpoint may lie: a folder, the Hub cache, a download with its notes, one file; and what is no checkpoint."""
+"""Where a checkpoint may lie: a folder, the Hub cache, a download with its notes, one file; and
+what is no checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def cached(home: Path, model: Path, commit: str = COMMIT, branch: str | None = "
     (repo / "blobs").mkdir(parents=True, exist_ok=True)
     for file in sorted(p for p in model.rglob("*") if p.is_file()):
         data = file.read_bytes()
-        digest = hashlib.sha256(data).hexdigest() if file.suffix == ".safetensors" else git_oid(data)
+        digest = (
+            hashlib.sha256(data).hexdigest() if file.suffix == ".safetensors" else git_oid(data)
+        )
         (repo / "blobs" / digest).write_bytes(data)
         link = snapshot / file.relative_to(model)
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -44,12 +48,18 @@ def cached(home: Path, model: Path, commit: str = COMMIT, branch: str | None = "
 # The Hub cache.
 
 
-def test_the_cache_is_verified_by_its_blobs_and_says_its_commit(ask: Ask, model: Path, tmp_path: Path) -> None:
+def test_the_cache_is_verified_by_its_blobs_and_says_its_commit(
+    ask: Ask, model: Path, tmp_path: Path
+) -> None:
     repo = cached(tmp_path / "hub", model)
     code, report = ask(repo)
     assert (code, set(statuses(report).values())) == (0, {"verified"})
     subject = report["subject"]
-    assert (subject["layout"], subject["repo"], subject["revision"]) == ("hf_cache", "org/tiny", COMMIT)
+    assert (subject["layout"], subject["repo"], subject["revision"]) == (
+        "hf_cache",
+        "org/tiny",
+        COMMIT,
+    )
     assert report["results"]["advice"]["command"] == "vllm serve org/tiny"
     code, report = ask(repo / "snapshots" / COMMIT)
     assert (code, report["subject"]["revision"]) == (0, COMMIT)
@@ -76,7 +86,9 @@ def test_a_damaged_blob_fails(ask: Ask, model: Path, tmp_path: Path) -> None:
     assert finding(report, "digest_mismatch")["evidence"]["source"] == "the Hub cache"
 
 
-def test_a_blob_that_was_never_finished_is_a_missing_file(ask: Ask, model: Path, tmp_path: Path) -> None:
+def test_a_blob_that_was_never_finished_is_a_missing_file(
+    ask: Ask, model: Path, tmp_path: Path
+) -> None:
     repo = cached(tmp_path / "hub", model)
     (repo / "snapshots" / COMMIT / TWO).resolve().unlink()
     code, report = ask(repo)
@@ -101,7 +113,9 @@ def test_a_reference_cannot_point_out_of_the_cache(model: Path, tmp_path: Path) 
         locate(repo, "../../../secret")
 
 
-def test_one_snapshot_without_a_reference_will_do_and_two_will_not(model: Path, tmp_path: Path) -> None:
+def test_one_snapshot_without_a_reference_will_do_and_two_will_not(
+    model: Path, tmp_path: Path
+) -> None:
     repo = cached(tmp_path / "hub", model, branch=None)
     assert locate(repo).revision == COMMIT
     cached(tmp_path / "hub", model, OTHER, branch=None)
@@ -125,7 +139,9 @@ def test_huggingface_hub_lays_its_cache_out_the_same(model: Path, tmp_path: Path
     (info,) = scan_cache_dir(tmp_path / "hub").repos
     (revision,) = info.revisions
     assert (info.repo_id, revision.commit_hash) == ("org/tiny", COMMIT)
-    assert {f.file_name for f in revision.files} == set(locate(tmp_path / "hub" / "models--org--tiny").files)
+    assert {f.file_name for f in revision.files} == set(
+        locate(tmp_path / "hub" / "models--org--tiny").files
+    )
 
 
 # A download with its notes.
@@ -218,10 +234,14 @@ def test_a_document_of_three_gigabytes_is_not_read(ask: Ask, model: Path, name: 
     sparse(model / name)
     code, report = ask(model, "--allow-unverified", "--hash", "none")
     assert code == 1
-    assert any(words in f["title"] for f in report["findings"] for words in ("bytes long", "is not text"))
+    assert any(
+        words in f["title"] for f in report["findings"] for words in ("bytes long", "is not text")
+    )
 
 
-def test_notes_and_references_of_three_gigabytes_are_not_read(ask: Ask, model: Path, tmp_path: Path) -> None:
+def test_notes_and_references_of_three_gigabytes_are_not_read(
+    ask: Ask, model: Path, tmp_path: Path
+) -> None:
     repo = cached(tmp_path / "hub", model)
     sparse(model / ".cache" / "huggingface" / "download" / "config.json.metadata")
     assert ask(model, "--allow-unverified", "--hash", "none")[0] == 0
@@ -274,11 +294,17 @@ def test_folders_nested_without_end(ask: Ask, model: Path, place: str) -> None:
 def test_a_document_of_very_many_objects(ask: Ask, model: Path) -> None:
     (model / "tokenizer.json").write_text('{"model": [' + "[]," * 4_000_001 + "[]]}")
     code, report = ask(model, "--allow-unverified", "--hash", "none")
-    assert (code, "more than 4000000 objects" in finding(report, "tokenizer_conflict")["title"]) == (1, True)
+    assert (
+        code,
+        "more than 4000000 objects" in finding(report, "tokenizer_conflict")["title"],
+    ) == (1, True)
 
 
 def test_names_with_endless_numbers(ask: Ask, model: Path) -> None:
-    rewrite(model, lambda t: t | {f"model.layers.{'9' * 5000}.mlp.up_proj.weight": t["model.norm.weight"]})
+    rewrite(
+        model,
+        lambda t: t | {f"model.layers.{'9' * 5000}.mlp.up_proj.weight": t["model.norm.weight"]},
+    )
     assert ask(model, "--allow-unverified", "--hash", "none")[0] in {0, 1}
 
 
@@ -302,7 +328,9 @@ def test_no_such_path(ask: Ask, tmp_path: Path) -> None:
 
 def test_a_repository_id_without_hub_is_explained(ask: Ask) -> None:
     _, report = ask("some-org/some-name")
-    assert report["findings"][0]["remedies"] == ["write hub:some-org/some-name if it is a repository on the Hub"]
+    assert report["findings"][0]["remedies"] == [
+        "write hub:some-org/some-name if it is a repository on the Hub"
+    ]
 
 
 def test_an_empty_folder(ask: Ask, tmp_path: Path) -> None:
@@ -381,7 +409,9 @@ def test_what_may_not_be_read(ask: Ask, readable_by_all: Path, what: str) -> Non
 
 
 @pytest.mark.parametrize("option", [("--target", "nope"), ("--revision", "0123abc")])
-def test_an_option_that_would_say_nothing_is_refused(ask: Ask, model: Path, option: tuple[str, str]) -> None:
+def test_an_option_that_would_say_nothing_is_refused(
+    ask: Ask, model: Path, option: tuple[str, str]
+) -> None:
     code, report = ask(model, *option)
     assert (code, report["findings"][0]["id"]) == (2, "checkpoint.usage")
     assert report["findings"][0]["remedies"]

@@ -1,4 +1,6 @@
-"""A list of digests that goes with a checkpoint: written, read back, compared; and lists that come from elsewhere."""
+"""A list of digests that goes with a checkpoint: written, read back, compared; and lists that come
+from elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ TWO = "model-00002-of-00002.safetensors"
 GOOD = "a" * 64
 
 names = st.text(
-    st.characters(blacklist_categories=("Cs", "Cc"), blacklist_characters="\\/"), min_size=1, max_size=20
+    st.characters(blacklist_categories=("Cs", "Cc"), blacklist_characters="\\/"),
+    min_size=1,
+    max_size=20,
 ).filter(lambda n: n not in {".", ".."})
 entries = st.builds(
     Expected,
@@ -45,7 +49,9 @@ def test_what_is_written_is_read_back(
     assert [r["path"] for r in rows] == sorted(files)
 
 
-def test_the_same_files_give_the_same_bytes_wherever_they_lie(ask: Ask, model: Path, tmp_path: Path) -> None:
+def test_the_same_files_give_the_same_bytes_wherever_they_lie(
+    ask: Ask, model: Path, tmp_path: Path
+) -> None:
     shutil.copytree(model, tmp_path / "else" / "where")
     ask(model, "--write-manifest", tmp_path / "one.json")
     ask(tmp_path / "else" / "where", "--write-manifest", tmp_path / "two.json")
@@ -69,14 +75,18 @@ def test_written_then_held_against(ask: Ask, model: Path, tmp_path: Path) -> Non
     assert (code, statuses(report)[TWO]) == (1, "mismatch")
     (model / TWO).write_bytes(data + b"x")
     code, report = ask(model, "--manifest", listing)
-    assert finding(report, "digest_mismatch")["title"].startswith(f"{TWO} is {len(data) + 1} bytes long")
+    assert finding(report, "digest_mismatch")["title"].startswith(
+        f"{TWO} is {len(data) + 1} bytes long"
+    )
     (model / TWO).unlink()
     (model / "more.json").write_text("{}")
     code, report = ask(model, "--manifest", listing)
     assert (code, statuses(report)[TWO], statuses(report)["more.json"]) == (1, "missing", "extra")
 
 
-def test_weights_that_the_manifest_does_not_know_are_not_verified(ask: Ask, model: Path, tmp_path: Path) -> None:
+def test_weights_that_the_manifest_does_not_know_are_not_verified(
+    ask: Ask, model: Path, tmp_path: Path
+) -> None:
     listing = tmp_path / "list.json"
     ask(model, "--write-manifest", listing)
     body = json.loads(listing.read_text(encoding="utf-8"))
@@ -84,10 +94,16 @@ def test_weights_that_the_manifest_does_not_know_are_not_verified(ask: Ask, mode
     listing.write_text(json.dumps(body), encoding="utf-8")
     (model / "more.json").write_text("{}")
     code, report = ask(model, "--manifest", listing)
-    assert (code, statuses(report)[TWO], statuses(report)["more.json"]) == (3, "unverified", "extra")
+    assert (code, statuses(report)[TWO], statuses(report)["more.json"]) == (
+        3,
+        "unverified",
+        "extra",
+    )
 
 
-def test_a_manifest_beside_the_weights_is_not_a_file_of_the_checkpoint(ask: Ask, model: Path) -> None:
+def test_a_manifest_beside_the_weights_is_not_a_file_of_the_checkpoint(
+    ask: Ask, model: Path
+) -> None:
     ask(model, "--write-manifest", model / "list.json")
     code, report = ask(model, "--manifest", model / "list.json")
     assert code == 0
@@ -106,7 +122,12 @@ def test_the_revision_of_the_manifest_is_reported(ask: Ask, model: Path, tmp_pat
 
 def test_a_list_of_sha256sum_will_do(ask: Ask, model: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        "find . -type f | xargs sha256sum", shell=True, cwd=model, capture_output=True, text=True, check=True
+        "find . -type f | xargs sha256sum",
+        shell=True,
+        cwd=model,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     (tmp_path / "SHA256SUMS").write_text(done.stdout)
     code, report = ask(model, "--manifest", tmp_path / "SHA256SUMS")
@@ -130,7 +151,10 @@ def test_no_manifest_of_what_could_not_be_read(
 
 def test_a_manifest_that_cannot_be_written(ask: Ask, model: Path, tmp_path: Path) -> None:
     for place, said in (
-        (tmp_path / "no" / "such" / "list.json", "cannot write the manifest list.json: No such file or directory"),
+        (
+            tmp_path / "no" / "such" / "list.json",
+            "cannot write the manifest list.json: No such file or directory",
+        ),
         (tmp_path, f"cannot write the manifest {tmp_path.name}: Is a directory"),
     ):
         code, report = ask(model, "--write-manifest", place)
@@ -140,7 +164,9 @@ def test_a_manifest_that_cannot_be_written(ask: Ask, model: Path, tmp_path: Path
 
 def row(**changes: object) -> str:
     entry = {"path": "a", "size": 1, "sha256": GOOD} | changes
-    return json.dumps({"schema": "assay-manifest/1", "repo": None, "revision": None, "files": [entry]})
+    return json.dumps(
+        {"schema": "assay-manifest/1", "repo": None, "revision": None, "files": [entry]}
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +207,9 @@ def test_binary_and_missing_manifests(ask: Ask, model: Path, tmp_path: Path) -> 
     assert ask(model, "--manifest", tmp_path / "nowhere")[0] == 2
 
 
-def test_a_manifest_that_knows_no_file_here_proves_nothing(ask: Ask, model: Path, tmp_path: Path) -> None:
+def test_a_manifest_that_knows_no_file_here_proves_nothing(
+    ask: Ask, model: Path, tmp_path: Path
+) -> None:
     listing = tmp_path / "foreign.sha256"
     listing.write_text("a" * 64 + "  elsewhere.txt\n")
     assert ask(model, "--manifest", listing)[0] == 3

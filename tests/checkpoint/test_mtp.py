@@ -34,7 +34,12 @@ def ids(report: MtpReport, quantized: bool = False) -> set[tuple[str, str]]:
 def test_a_whole_head_is_ok(name: str) -> None:
     config, backbone, head = family(name)
     report = examined(config, backbone, head)
-    assert (report.status, report.announced, report.present, report.complete) == ("ok", 1, len(head), True)
+    assert (report.status, report.announced, report.present, report.complete) == (
+        "ok",
+        1,
+        len(head),
+        True,
+    )
     assert report.quantized is None
     assert ids(report) == set()
 
@@ -70,7 +75,9 @@ def test_every_single_tensor_of_a_head_is_missed(name: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_head_of_another_size_is_partial(name: str) -> None:
     config, backbone, head = family(name)
-    entry = next(n for n in head if n.endswith(("fc.weight", "eh_proj.weight", "input_proj.weight")))
+    entry = next(
+        n for n in head if n.endswith(("fc.weight", "eh_proj.weight", "input_proj.weight"))
+    )
     report = examined(config, backbone, head | {entry: ("BF16", (64, 64))})
     assert report.status == "partial"
     assert report.wrong_shape == {entry: ((64, 64), (64, 128))}
@@ -90,7 +97,12 @@ def packed(head: Shapes) -> Shapes:
     """The projections of a head in compressed-tensors' packing."""
     result: Shapes = {}
     for name, (dtype, shape) in head.items():
-        if len(shape) == 2 and "norm" not in name and ".gate." not in name and not name.endswith(OWN_EMBEDDING):
+        if (
+            len(shape) == 2
+            and "norm" not in name
+            and ".gate." not in name
+            and not name.endswith(OWN_EMBEDDING)
+        ):
             module = name.removesuffix(".weight")
             result |= {
                 f"{module}.weight_packed": ("I32", (shape[0], shape[1] // 8)),
@@ -122,13 +134,20 @@ def test_a_plain_head_in_a_quantised_checkpoint_must_be_excluded() -> None:
     assert examined(config | {"quantization_config": ignoring}, backbone, head).status == "ok"
     excluded = GPTQ | {"dynamic": {"-:.*mtp.*": {}}}
     assert examined(config | {"quantization_config": excluded}, backbone, head).status == "ok"
-    assert examined(config | {"quantization_config": GPTQ}, backbone, head).status == "dtype_conflict"
+    assert (
+        examined(config | {"quantization_config": GPTQ}, backbone, head).status == "dtype_conflict"
+    )
 
 
 def test_an_ignore_list_may_name_fused_matrices() -> None:
     config, backbone, head = family("qwen3_5")
     at = "mtp.layers.0"
-    names = [f"{at}.self_attn.qkv_proj", f"{at}.self_attn.o_proj", f"{at}.mlp.gate_up_proj", f"{at}.mlp.down_proj"]
+    names = [
+        f"{at}.self_attn.qkv_proj",
+        f"{at}.self_attn.o_proj",
+        f"{at}.mlp.gate_up_proj",
+        f"{at}.mlp.down_proj",
+    ]
     whole = W4A16 | {"ignore": ["lm_head", "mtp.fc", *names]}
     assert examined(config | {"quantization_config": whole}, backbone, head).status == "ok"
 
@@ -157,7 +176,10 @@ def test_the_version_decides_what_the_engine_says() -> None:
     assert "stops at load" in loudness(conflict, True, NOW)
     assert "not established" in loudness(conflict, True, Version((0, 20, 0)))
     config, backbone, head = family("deepseek_v3")
-    absent, partial = examined(config, backbone), examined(config, backbone, dict(list(head.items())[:3]))
+    absent, partial = (
+        examined(config, backbone),
+        examined(config, backbone, dict(list(head.items())[:3])),
+    )
     assert "stops at load" in loudness(absent, True, NOW)
     assert "not established" in loudness(absent, True, Version((0, 12, 0)))
     assert "silent" in loudness(partial, True, NOW)
@@ -165,7 +187,11 @@ def test_the_version_decides_what_the_engine_says() -> None:
 
 def test_the_text_config_may_announce() -> None:
     config, backbone, head = family("qwen3_5")
-    nested = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
+    nested = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": config,
+    }
     moved = {n.replace("model.", "model.language_model.", 1): t for n, t in backbone.items()}
     assert examined(nested, moved, head).status == "ok"
     assert examined(nested, moved).status == "absent"
@@ -216,12 +242,38 @@ def test_ordinary_layers_beyond_the_configured_ones_are_no_head() -> None:
 
 def test_the_published_families_are_known() -> None:
     published = {
-        "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp", "deepseek_v3",
-        "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "glm4_moe", "glm4_moe_lite", "glm_ocr", "mimo", "mimo_v2",
-        "ernie4_5_moe", "nemotron_h", "exaone_moe", "exaone4_5", "longcat_flash", "step3p5", "step3p7",
-        "bailing_hybrid", "hy_v3", "hy_v4", "pangu_ultra_moe", "kimi_k3", "glm5_next", "dots3_note", "minimax_m3",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+        "qwen4_exp",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "deepseek_v4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm_ocr",
+        "mimo",
+        "mimo_v2",
+        "ernie4_5_moe",
+        "nemotron_h",
+        "exaone_moe",
+        "exaone4_5",
+        "longcat_flash",
+        "step3p5",
+        "step3p7",
+        "bailing_hybrid",
+        "hy_v3",
+        "hy_v4",
+        "pangu_ultra_moe",
+        "kimi_k3",
+        "glm5_next",
+        "dots3_note",
+        "minimax_m3",
         "inkling",
-    }  # fmt: skip
+    }
     assert published <= set(FAMILIES)
 
 
@@ -239,7 +291,8 @@ def test_vllm_builds_the_draft_classes_that_the_table_names() -> None:
             assert key in source, key
 
 
-# The entry projection is plain by design: vLLM builds it as a Linear of its own, and the official FP8 releases store it so.
+# The entry projection is plain by design: vLLM builds it as a Linear of its own, and the official
+# FP8 releases store it so.
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
@@ -254,19 +307,27 @@ def test_the_entry_projection_may_be_plain_in_a_quantised_head(name: str, plain:
             module = tensor.removesuffix(".weight")
             if len(shape) == 2 and "_proj" in module and not module.endswith(plain):
                 packed[tensor] = ("F8_E4M3", shape)
-                packed[f"{module}.weight_scale_inv"] = ("F32", (-(-shape[0] // 32), -(-shape[1] // 32)))
+                packed[f"{module}.weight_scale_inv"] = (
+                    "F32",
+                    (-(-shape[0] // 32), -(-shape[1] // 32)),
+                )
             else:
                 packed[tensor] = (dtype, shape)
         return packed
 
     report = examined(config, pack(backbone), pack(head))
-    wanted = {"eh_proj": "declared_quantized", "none": "declared_quantized", "q_proj": "dtype_conflict"}[plain]
+    wanted = {
+        "eh_proj": "declared_quantized",
+        "none": "declared_quantized",
+        "q_proj": "dtype_conflict",
+    }[plain]
     if plain == "q_proj" and name == "deepseek_v3":  # which has none: q_a_proj and q_b_proj
         wanted = "declared_quantized"
     assert report.status == wanted, report.conflicts
 
 
-# A head of unknown layout is a whole block: it owes attention and MLP, and what the backbone's layers share.
+# A head of unknown layout is a whole block: it owes attention and MLP, and what the backbone's
+# layers share.
 
 NEXTN = {"num_nextn_predict_layers": 1}
 
@@ -277,7 +338,9 @@ def other_family(model_type: str, **changes: Any) -> tuple[dict[str, Any], Shape
     return config | NEXTN | {"model_type": model_type} | changes, backbone, head
 
 
-@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32", "bailing_hybrid", "never_seen"])
+@pytest.mark.parametrize(
+    "model_type", ["glm_moe_dsa", "deepseek_v32", "bailing_hybrid", "never_seen"]
+)
 def test_a_head_of_unknown_layout_is_a_whole_block(model_type: str) -> None:
     config, backbone, head = other_family(model_type)
     assert examined(config, backbone, head).status == "ok"
@@ -298,7 +361,11 @@ def test_a_head_in_a_place_of_its_own_owes_both_parts_too(model_type: str, parts
     config |= {"model_type": model_type, "num_nextn_predict_layers": 1, "num_mtp_modules": 1}
     at = "model.mtp.layers.0" if model_type == "longcat_flash" else "mtp.layers.0"
     names = {"attention": "self_attn.q_proj", "mlp": "mlp.down_proj"}
-    head: Shapes = {f"{at}.{n}.weight": ("BF16", (64, 64)) for part, n in names.items() if parts in {part, "both"}}
+    head: Shapes = {
+        f"{at}.{n}.weight": ("BF16", (64, 64))
+        for part, n in names.items()
+        if parts in {part, "both"}
+    }
     head[f"{at}.eh_proj.weight"] = ("BF16", (64, 128))
     assert examined(config, backbone, head).status == ("ok" if parts == "both" else "partial")
 

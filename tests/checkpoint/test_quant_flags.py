@@ -16,7 +16,19 @@ from checkpoint.flag_configs import KINDS, model_type
 from vllm_cpu import said_by_vllm
 
 RECORDED = Path(__file__).parents[3] / "shared" / "facts" / "quantization_flags.json"
-FLAGS = ("None", "awq", "awq_marlin", "gptq", "auto-round", "inc", "fp8", "marlin", "humming", "moe_wna16", "mxfp4")
+FLAGS = (
+    "None",
+    "awq",
+    "awq_marlin",
+    "gptq",
+    "auto-round",
+    "inc",
+    "fp8",
+    "marlin",
+    "humming",
+    "moe_wna16",
+    "mxfp4",
+)
 
 
 def outcome(kind: str, flag: str, **rest: Any) -> Outcome:
@@ -51,13 +63,19 @@ def same(ours: str, theirs: str) -> bool:
     """Whether an outcome is the engine's, whose errors are whole sentences or short words."""
     if not theirs.startswith("ERR"):
         return ours == theirs
-    words = {"mismatch": ("mismatch", "does not match"), "unknown": ("unknown",), "gpt-oss": ("gpt-oss",),
-             "deprecated": ("deprecated",)}  # fmt: skip
+    words = {
+        "mismatch": ("mismatch", "does not match"),
+        "unknown": ("unknown",),
+        "gpt-oss": ("gpt-oss",),
+        "deprecated": ("deprecated",),
+    }
     kind = ours.removeprefix("ERR ")
     return kind in words and any(word in theirs.lower() for word in words[kind])
 
 
-@pytest.mark.skipif(not RECORDED.is_file(), reason="the recorded table is not beside this repository")
+@pytest.mark.skipif(
+    not RECORDED.is_file(), reason="the recorded table is not beside this repository"
+)
 def test_every_cell_of_the_recorded_table_agrees() -> None:
     table: dict[str, dict[str, str]] = json.loads(RECORDED.read_text())
     assert set(table) == set(KINDS)
@@ -75,7 +93,9 @@ def test_every_cell_of_the_recorded_table_agrees() -> None:
 def test_vllm_itself_agrees() -> None:
     flags = ["None", *sorted(METHODS | set(FLAGS) | {"bitsandbytes", "gguf", "torchao"})]
     kinds = {name: {"config": raw, "model_type": model_type(name)} for name, raw in KINDS.items()}
-    said = said_by_vllm(Path(__file__).with_name("vllm_probe.py"), json.dumps({"kinds": kinds, "flags": flags}))
+    said = said_by_vllm(
+        Path(__file__).with_name("vllm_probe.py"), json.dumps({"kinds": kinds, "flags": flags})
+    )
     assert set(said["methods"]) == METHODS
     wrong = [
         (kind, flag, cell(kind, flag), theirs)

@@ -24,14 +24,21 @@ QUERY = "model.layers.1.self_attn.q_proj"
 
 def gptq(out: int, width: int, bits: int = 4, group: int = 32) -> Shapes:
     groups = width // group
-    return {"qweight": ("I32", (width * bits // 32, out)), "qzeros": ("I32", (groups, out * bits // 32)),
-            "scales": ("F16", (groups, out)), "g_idx": ("I32", (width,))}  # fmt: skip
+    return {
+        "qweight": ("I32", (width * bits // 32, out)),
+        "qzeros": ("I32", (groups, out * bits // 32)),
+        "scales": ("F16", (groups, out)),
+        "g_idx": ("I32", (width,)),
+    }
 
 
 def packed(out: int, width: int, bits: int = 4) -> Shapes:
     per_word = 32 // bits
-    return {"weight_packed": ("I32", (out, -(-width // per_word))), "weight_scale": ("BF16", (out, width // 32)),
-            "weight_shape": ("I64", (2,))}  # fmt: skip
+    return {
+        "weight_packed": ("I32", (out, -(-width // per_word))),
+        "weight_scale": ("BF16", (out, width // 32)),
+        "weight_shape": ("I64", (2,)),
+    }
 
 
 def fp8(out: int, width: int) -> Shapes:
@@ -56,12 +63,18 @@ def torchao(out: int, width: int) -> Shapes:
 
 
 def bnb(out: int, width: int) -> Shapes:
-    return {"weight": ("U8", (out * width // 2, 1)), "weight.absmax": ("F32", (out * width // 64,)),
-            "weight.quant_map": ("F32", (16,)), "weight.quant_state.bitsandbytes__nf4": ("U8", (80,))}  # fmt: skip
+    return {
+        "weight": ("U8", (out * width // 2, 1)),
+        "weight.absmax": ("F32", (out * width // 64,)),
+        "weight.quant_map": ("F32", (16,)),
+        "weight.quant_state.bitsandbytes__nf4": ("U8", (80,)),
+    }
 
 
 def llama(pack: Pack, *, plain: tuple[str, ...] = (), **special: Pack) -> Shapes:
-    """A Llama whose Linears are packed, but for modules that end in `plain`; `special` packs one kind otherwise."""
+    """A Llama whose Linears are packed, but for modules that end in `plain`; `special` packs one
+    kind otherwise.
+    """
     shapes: Shapes = {}
     for name, shape in rows(ENDS + layers(LLAMA_LAYER, 4)):
         module, last = name.removesuffix(".weight"), name.split(".")[-2]
@@ -92,16 +105,29 @@ def declared(raw: Raw) -> Declared:
     return made
 
 
-TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "IntxWeightOnlyConfig", "_data": {
-    "granularity": {"_type": "PerGroup", "_data": {"group_size": 32}}}}}}  # fmt: skip
+TORCHAO = {
+    "quant_method": "torchao",
+    "quant_type": {
+        "default": {
+            "_type": "IntxWeightOnlyConfig",
+            "_data": {"granularity": {"_type": "PerGroup", "_data": {"group_size": 32}}},
+        }
+    },
+}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 WHOLE: dict[str, tuple[Raw, Pack]] = {
-    "gptq": (GPTQ, gptq), "auto-round": (AUTO_ROUND, gptq), "w4a16": (W4A16, packed), "ct fp8": (CT_FP8, fp8),
-    "fp8": (FP8, one_scale), "mxfp8": ({"quant_method": "mxfp8"}, mxfp8), "nvfp4": (MODELOPT_NVFP4, nvfp4),
-    "torchao": (TORCHAO, torchao), "bitsandbytes": (BNB, bnb),
-}  # fmt: skip
+    "gptq": (GPTQ, gptq),
+    "auto-round": (AUTO_ROUND, gptq),
+    "w4a16": (W4A16, packed),
+    "ct fp8": (CT_FP8, fp8),
+    "fp8": (FP8, one_scale),
+    "mxfp8": ({"quant_method": "mxfp8"}, mxfp8),
+    "nvfp4": (MODELOPT_NVFP4, nvfp4),
+    "torchao": (TORCHAO, torchao),
+    "bitsandbytes": (BNB, bnb),
+}
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -112,9 +138,16 @@ def test_whole_checkpoints_raise_nothing(name: str) -> None:
 
 def test_an_ignored_module_may_be_plain_under_any_of_its_names() -> None:
     plain = ("q_proj", "k_proj", "v_proj")
-    for ignore in (["re:.*self_attn.*_proj$"], [f"model.layers.{i}.self_attn.qkv_proj" for i in range(4)]):
+    for ignore in (
+        ["re:.*self_attn.*_proj$"],
+        [f"model.layers.{i}.self_attn.qkv_proj" for i in range(4)],
+    ):
         raw = W4A16 | {"ignore": ["lm_head", *ignore]}
-        shapes = llama(packed, plain=(*plain, "o_proj")) if "re:" in ignore[0] else llama(packed, plain=plain)
+        shapes = (
+            llama(packed, plain=(*plain, "o_proj"))
+            if "re:" in ignore[0]
+            else llama(packed, plain=plain)
+        )
         assert found(raw, shapes) == []
     assert ids(found(W4A16, llama(packed, plain=plain))) == {"quantization_conflict"}
 
@@ -127,9 +160,13 @@ def test_lists_match_the_whole_or_all_its_parts() -> None:
 
 
 def test_parts_of_a_fused_matrix_must_be_alike() -> None:
-    findings = found(W4A16 | {"ignore": ["lm_head", "re:.*k_proj"]}, llama(packed, plain=("k_proj",)))
+    findings = found(
+        W4A16 | {"ignore": ["lm_head", "re:.*k_proj"]}, llama(packed, plain=("k_proj",))
+    )
     assert any("fused group" in f.title for f in findings)
-    eight = AUTO_ROUND | {"extra_config": {f"model.layers.{i}.mlp.up_proj": {"bits": 8} for i in range(4)}}
+    eight = AUTO_ROUND | {
+        "extra_config": {f"model.layers.{i}.mlp.up_proj": {"bits": 8} for i in range(4)}
+    }
     findings = found(eight, llama(gptq, up_proj=lambda out, width: gptq(out, width, 8)))
     assert [f.title for f in findings if "fused group" not in f.title] == []
     assert any("fused group" in f.title for f in findings)
@@ -144,8 +181,12 @@ def test_modules_may_have_bits_of_their_own() -> None:
     assert found(AUTO_ROUND | {"extra_config": own}, shapes) == []
     assert found(GPTQ | {"dynamic": {r"+:.*\.down_proj": {"bits": 8}}}, shapes) == []
     assert ids(found(GPTQ, shapes)) == {"quantization_conflict"}
-    assert ids(found(GPTQ | {"dynamic": {r"-:.*\.down_proj": {}}}, shapes)) == {"quantization_conflict"}
-    assert found(GPTQ | {"dynamic": {r"-:.*\.down_proj": {}}}, llama(gptq, plain=("down_proj",))) == []
+    assert ids(found(GPTQ | {"dynamic": {r"-:.*\.down_proj": {}}}, shapes)) == {
+        "quantization_conflict"
+    }
+    assert (
+        found(GPTQ | {"dynamic": {r"-:.*\.down_proj": {}}}, llama(gptq, plain=("down_proj",))) == []
+    )
 
 
 def test_bits_that_only_the_config_can_refute() -> None:
@@ -163,8 +204,18 @@ def test_bits_that_only_the_config_can_refute() -> None:
 
 
 def test_words_at_the_end_of_a_row_may_be_filled_up() -> None:
-    groups = {"g": {"targets": ["Linear"], "weights": {"num_bits": 5, "type": "int", "strategy": "group",
-                                                       "group_size": 32, "symmetric": True}}}  # fmt: skip
+    groups = {
+        "g": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 5,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 32,
+                "symmetric": True,
+            },
+        }
+    }
     raw = W4A16 | {"config_groups": groups}
     assert found(raw, llama(lambda out, width: packed(out, width, 5))) == []
 
@@ -189,7 +240,9 @@ def test_scales_must_fit_the_strategy() -> None:
     assert found(_with(CT_FP8, strategy="tensor"), llama(one_scale)) == []
     assert ids(found(CT_FP8, llama(one_scale))) == {"quantization_conflict"}
     assert ids(found(FP8, llama(fp8))) == {"quantization_conflict"}
-    assert ids(found(FP8_BLOCK, llama(one_scale))) == set()  # a scale for all is no grid that could be wrong
+    assert (
+        ids(found(FP8_BLOCK, llama(one_scale))) == set()
+    )  # a scale for all is no grid that could be wrong
 
 
 def test_static_activations_need_their_scale() -> None:
@@ -205,14 +258,19 @@ def test_static_activations_need_their_scale() -> None:
         return {name: tensor for name, tensor in nvfp4(out, width).items() if name != "input_scale"}
 
     assert ids(found(MODELOPT_NVFP4, llama(unscaled))) == {"quantization_conflict"}
-    weight_only = MODELOPT_NVFP4 | {"config_groups": {"group_0": {"input_activations": None, "weights": {}}}}
+    weight_only = MODELOPT_NVFP4 | {
+        "config_groups": {"group_0": {"input_activations": None, "weights": {}}}
+    }
     assert found(weight_only, llama(unscaled)) == []
 
 
 def test_modelopt_names_algorithms_per_layer() -> None:
     each = {f"model.layers.{i}.{part}": {"quant_algo": "FP8"} for i in range(4) for part in (
         "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}  # fmt: skip
-    each |= {f"model.layers.{i}.mlp.down_proj": {"quant_algo": "NVFP4", "group_size": 16} for i in range(4)}
+    each |= {
+        f"model.layers.{i}.mlp.down_proj": {"quant_algo": "NVFP4", "group_size": 16}
+        for i in range(4)
+    }
     raw = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": each}
 
     def static(out: int, width: int) -> Shapes:
@@ -221,7 +279,9 @@ def test_modelopt_names_algorithms_per_layer() -> None:
     mixed = {"q_proj": static, "k_proj": static, "v_proj": static, "down_proj": nvfp4}
     plain = ("o_proj", "gate_proj", "up_proj")
     assert found(raw, llama(nvfp4, plain=plain, **mixed)) == []
-    assert ids(found(raw, llama(nvfp4, plain=plain, **mixed | {"down_proj": static}))) == {"quantization_conflict"}
+    assert ids(found(raw, llama(nvfp4, plain=plain, **mixed | {"down_proj": static}))) == {
+        "quantization_conflict"
+    }
     assert ids(found(raw, llama(nvfp4, plain=plain[1:], **mixed))) == {"quantization_conflict"}
 
 
@@ -238,7 +298,9 @@ def test_parts_that_do_not_fit(raw: Raw, pack: Pack) -> None:
 
 
 def test_a_quantised_router_is_a_warning() -> None:
-    shapes = llama(packed) | {f"model.layers.1.mlp.gate.{part}": t for part, t in packed(8, 64).items()}
+    shapes = llama(packed) | {
+        f"model.layers.1.mlp.gate.{part}": t for part, t in packed(8, 64).items()
+    }
     findings = [f for f in found(W4A16, shapes) if "router" in f.title]
     assert [f.severity.value for f in findings] == ["warning"]
 
@@ -281,7 +343,9 @@ def mlx_config(**own: Any) -> Raw:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-@pytest.mark.parametrize("keys", [("quantization", "quantization_config"), ("quantization",), ("quantization_config",)])
+@pytest.mark.parametrize(
+    "keys", [("quantization", "quantization_config"), ("quantization",), ("quantization_config",)]
+)
 def test_mlx_is_known_by_its_packing(bits: int, keys: tuple[str, ...]) -> None:
     settings = {key: mlx_config(bits=bits) for key in keys}
     made = subject(None, llama(lambda out, width: mlx(out, width, bits)), **settings)
@@ -292,7 +356,9 @@ def test_mlx_is_known_by_its_packing(bits: int, keys: tuple[str, ...]) -> None:
 
 def test_a_module_of_mlx_may_have_bits_of_its_own() -> None:
     shapes = llama(
-        mlx, down_proj=lambda out, width: mlx(out, width, 8, 64), o_proj=lambda o, w: {"weight": ("BF16", (o, w))}
+        mlx,
+        down_proj=lambda out, width: mlx(out, width, 8, 64),
+        o_proj=lambda o, w: {"weight": ("BF16", (o, w))},
     )
     downs = {f"model.layers.{i}.mlp.down_proj": {"bits": 8, "group_size": 64} for i in range(4)}
     assert ids(found(mlx_config(**downs), shapes)) == {"not_examined"}
@@ -311,13 +377,17 @@ def test_gptq_without_a_method_is_still_gptq() -> None:
 
 
 def mx(name: str, kind: str) -> Pack:
-    return lambda out, width: {"weight": ("F8_E4M3", (out, width)), name: (kind, (out, width // 32))}
+    return lambda out, width: {
+        "weight": ("F8_E4M3", (out, width)),
+        name: (kind, (out, width // 32)),
+    }
 
 
 def tiles(kind: str, tile: int = 32) -> Pack:
     return lambda out, width: {
-        "weight": ("F8_E4M3", (out, width)), "weight_scale_inv": (kind, (-(-out // tile), -(-width // tile))),
-    }  # fmt: skip
+        "weight": ("F8_E4M3", (out, width)),
+        "weight_scale_inv": (kind, (-(-out // tile), -(-width // tile))),
+    }
 
 
 @pytest.mark.parametrize("kind", ["U8", "F8_E8M0"])
@@ -348,7 +418,9 @@ SPARSE_FP8 = FP8 | {"weight_block_size": [32, 32]}
 def indexer(weights: Shapes) -> Shapes:
     """A sparse indexer as DeepSeek V3.2 and GLM-5 ship it: wk and wq_b in fp8, weights_proj plain."""
     at = "model.layers.1.self_attn.indexer"
-    packed_part = {f"{at}.{m}.{p}": t for m in ("wk", "wq_b") for p, t in tiles("F32")(64, 64).items()}
+    packed_part = {
+        f"{at}.{m}.{p}": t for m in ("wk", "wq_b") for p, t in tiles("F32")(64, 64).items()
+    }
     return packed_part | {
         f"{at}.k_norm.weight": ("BF16", (64,)),
         **{f"{at}.weights_proj.{p}": t for p, t in weights.items()},
@@ -360,7 +432,11 @@ def test_the_weighting_of_an_indexer_is_plain_by_design(raw: Raw) -> None:
     plain: Shapes = {"weight": ("BF16", (4, 64))}
     assert found(raw, llama(tiles("F32")) | indexer(plain)) == []
     assert ids(
-        found(raw, llama(tiles("F32"), plain=("layers.1.mlp.up_proj", "layers.1.mlp.gate_proj")) | indexer(plain))
+        found(
+            raw,
+            llama(tiles("F32"), plain=("layers.1.mlp.up_proj", "layers.1.mlp.gate_proj"))
+            | indexer(plain),
+        )
     ) == {"quantization_conflict"}
     packed_one = found(raw, llama(tiles("F32")) | indexer(tiles("F32")(32, 64)))
     assert [f.severity.value for f in packed_one] == ["warning"]  # no engine has a scale for it
@@ -368,7 +444,9 @@ def test_the_weighting_of_an_indexer_is_plain_by_design(raw: Raw) -> None:
 
 def test_a_buffer_of_the_quantiser_is_a_warning() -> None:
     shapes = llama(nvfp4) | {f"{QUERY}.weight_quantizer._double_scale": ("F32", ())}
-    assert [(f.id, f.severity.value) for f in found(MODELOPT_NVFP4, shapes)] == [("checkpoint.orphan_scale", "warning")]
+    assert [(f.id, f.severity.value) for f in found(MODELOPT_NVFP4, shapes)] == [
+        ("checkpoint.orphan_scale", "warning")
+    ]
 
 
 def test_patterns_that_could_take_for_ever_are_left_out() -> None:
@@ -379,11 +457,15 @@ def test_patterns_that_could_take_for_ever_are_left_out() -> None:
 
 def test_bad_patterns_and_types_do_no_harm() -> None:
     odd: list[Raw] = [
-        W4A16 | {"ignore": ["re:(", 3]}, W4A16 | {"config_groups": {"a": None, "b": {"targets": 5}}},
-        GPTQ | {"dynamic": {"-:(": {}, 5: None}}, AUTO_ROUND | {"extra_config": {"*": 4, "a": None}},
-        MODELOPT_NVFP4 | {"quantized_layers": [1]}, TORCHAO | {"quant_type": "int8"}, FP8 | {"weight_block_size": [0]},
+        W4A16 | {"ignore": ["re:(", 3]},
+        W4A16 | {"config_groups": {"a": None, "b": {"targets": 5}}},
+        GPTQ | {"dynamic": {"-:(": {}, 5: None}},
+        AUTO_ROUND | {"extra_config": {"*": 4, "a": None}},
+        MODELOPT_NVFP4 | {"quantized_layers": [1]},
+        TORCHAO | {"quant_type": "int8"},
+        FP8 | {"weight_block_size": [0]},
         AWQ | {"bits": True, "group_size": "all"},
-    ]  # fmt: skip
+    ]
     for raw in odd:
         found(raw, llama(packed))
         declared(raw).accepts(QUERY)
@@ -391,7 +473,9 @@ def test_bad_patterns_and_types_do_no_harm() -> None:
 
 def test_kv_scales_must_be_in_every_layer() -> None:
     raw = CT_FP8 | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
-    scales: Shapes = {f"model.layers.{i}.self_attn.{x}_scale": ("F32", (1,)) for i in range(4) for x in "kv"}
+    scales: Shapes = {
+        f"model.layers.{i}.self_attn.{x}_scale": ("F32", (1,)) for i in range(4) for x in "kv"
+    }
 
     def kv(shapes: Shapes) -> list[tuple[str, str]]:
         made = subject(raw, llama(fp8) | shapes)
@@ -399,4 +483,6 @@ def test_kv_scales_must_be_in_every_layer() -> None:
 
     assert kv(scales) == []
     assert kv({}) == [("checkpoint.kv_dtype_conflict", "warning")]
-    assert kv({n: t for n, t in scales.items() if ".2." not in n}) == [("checkpoint.kv_dtype_conflict", "error")]
+    assert kv({n: t for n, t in scales.items() if ".2." not in n}) == [
+        ("checkpoint.kv_dtype_conflict", "error")
+    ]

@@ -23,7 +23,12 @@ from checkpoint.test_draft import eagle, eagle3
 from checkpoint_quantized import AUTO_ROUND, FP8_BLOCK, GPTQ, MODELOPT_NVFP4
 from vllm_cpu import said_by_vllm
 
-PLAIN = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 512}
+PLAIN = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +60,9 @@ def test_the_model_and_the_environment_are_read() -> None:
 
 
 def test_json_and_dotted_parts_are_one() -> None:
-    read = parse("""--speculative-config '{"method": "mtp"}' --speculative-config.num_speculative_tokens 2""")
+    read = parse(
+        """--speculative-config '{"method": "mtp"}' --speculative-config.num_speculative_tokens 2"""
+    )
     assert read.structure("--speculative-config") == {"method": "mtp", "num_speculative_tokens": 2}
     assert parse("").structure("--speculative-config") is None
 
@@ -88,7 +95,10 @@ def test_vllm_has_exactly_these_options() -> None:
 
 
 def findings(
-    config: dict[str, Any], command: str, version: str | None = None, capability: float | None = None
+    config: dict[str, Any],
+    command: str,
+    version: str | None = None,
+    capability: float | None = None,
 ) -> list[Finding]:
     subject = checkpoint(config, {"model.norm.weight": ("BF16", (64,))})
     return linted(subject, command, version, capability)
@@ -99,9 +109,14 @@ def linted(
 ) -> list[Finding]:
     declared = declared_in(subject)
     target = Target(
-        subject, declared, kv_cache(subject, declared), examine_checkpoint(subject, declared), parse(command),
-        Version.parse(version) if version else None, capability,
-    )  # fmt: skip
+        subject,
+        declared,
+        kv_cache(subject, declared),
+        examine_checkpoint(subject, declared),
+        parse(command),
+        Version.parse(version) if version else None,
+        capability,
+    )
     return list(lint(target))
 
 
@@ -171,9 +186,13 @@ def test_speculation_with_a_head() -> None:
 SIGHTINGS = {
     "Qwen2-7B": (PLAIN | {"model_type": "qwen2", "hidden_size": 3584}, "--kv-cache-dtype fp8"),
     "Qwen2-VL": (PLAIN | {"model_type": "qwen2_5_vl_text"}, "--kv-cache-dtype fp8_e5m2"),
-    "GLM-4.7-Flash": (PLAIN | {"model_type": "glm4_moe_lite", "kv_lora_rank": 512}, "--kv-cache-dtype fp8"),
+    "GLM-4.7-Flash": (
+        PLAIN | {"model_type": "glm4_moe_lite", "kv_lora_rank": 512},
+        "--kv-cache-dtype fp8",
+    ),
     "GLM-5": (
-        PLAIN | {"model_type": "glm_moe_dsa", "kv_lora_rank": 512, "quantization_config": FP8_BLOCK},
+        PLAIN
+        | {"model_type": "glm_moe_dsa", "kv_lora_rank": 512, "quantization_config": FP8_BLOCK},
         "--kv-cache-dtype bfloat16",
     ),
     "Qwen3.5 in NVFP4": (
@@ -184,7 +203,10 @@ SIGHTINGS = {
         PLAIN | {"model_type": "qwen3_moe", "num_experts": 8, "quantization_config": AUTO_ROUND},
         "VLLM_MARLIN_INPUT_DTYPE=fp8 vllm serve M",
     ),
-    "served in float16": (PLAIN | {"model_type": "qwen2", "quantization_config": GPTQ}, "--dtype half"),
+    "served in float16": (
+        PLAIN | {"model_type": "qwen2", "quantization_config": GPTQ},
+        "--dtype half",
+    ),
 }
 
 
@@ -204,7 +226,14 @@ def test_every_report_is_tried() -> None:
 
 def advice(subject: Checkpoint) -> tuple[str, str]:
     declared = declared_in(subject)
-    said = advise(subject, "ORG/M", declared, kv_cache(subject, declared), examine_checkpoint(subject, declared), None)
+    said = advise(
+        subject,
+        "ORG/M",
+        declared,
+        kv_cache(subject, declared),
+        examine_checkpoint(subject, declared),
+        None,
+    )
     return str(said["command"]), " ".join(map(str, said["notes"]))  # type: ignore[call-overload]
 
 
@@ -227,7 +256,10 @@ def test_advice_for_a_head() -> None:
 def test_advice_for_a_kv_cache() -> None:
     scheme = FP8_BLOCK | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
     config = PLAIN | {"quantization_config": scheme}
-    scale = {"model.layers.0.self_attn.k_scale": ("F32", (1,)), "model.layers.0.self_attn.v_scale": ("F32", (1,))}
+    scale = {
+        "model.layers.0.self_attn.k_scale": ("F32", (1,)),
+        "model.layers.0.self_attn.v_scale": ("F32", (1,)),
+    }
     assert "leave --kv-cache-dtype out" in advice(checkpoint(config, scale))[1]
     assert "--kv-cache-dtype bfloat16" in advice(checkpoint(config))[0]
 

@@ -13,7 +13,14 @@ from assay.checkpoint import verify as tensors
 from assay.checkpoint.structure import FAMILIES, expectation
 from assay.checkpoint.subject import Checkpoint
 from checkpoint.asking import Ask, finding
-from checkpoint_samples import edit_json, llama, read_safetensors, rewrite, write_json, write_safetensors
+from checkpoint_samples import (
+    edit_json,
+    llama,
+    read_safetensors,
+    rewrite,
+    write_json,
+    write_safetensors,
+)
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -126,9 +133,13 @@ def test_an_unknown_architecture_is_held_to_its_own_layers(ask: Ask, model: Path
     rewrite(model, lambda t: {n: v for n, v in t.items() if "layers.2.mlp.up" not in n})
     code, report = ask(model, "--allow-unverified")
     assert code == 1
-    assert finding(report, "tensor_missing")["evidence"]["modules"] == ["model.layers.2.mlp.up_proj"]
+    assert finding(report, "tensor_missing")["evidence"]["modules"] == [
+        "model.layers.2.mlp.up_proj"
+    ]
     rewrite(model, lambda t: {n: v for n, v in t.items() if "layers.1." not in n})
-    assert finding(ask(model, "--allow-unverified")[1], "tensor_missing")["evidence"]["layers"] == [1]
+    assert finding(ask(model, "--allow-unverified")[1], "tensor_missing")["evidence"]["layers"] == [
+        1
+    ]
 
 
 @pytest.mark.parametrize(
@@ -149,16 +160,24 @@ def test_an_unknown_architecture_is_held_to_its_own_layers(ask: Ask, model: Path
     ],
     ids=str,
 )
-def test_a_config_of_any_content_gets_a_verdict(ask: Ask, model: Path, changes: dict[str, Any]) -> None:
+def test_a_config_of_any_content_gets_a_verdict(
+    ask: Ask, model: Path, changes: dict[str, Any]
+) -> None:
     edit_json(model / "config.json", **changes)
     code, report = ask(model, "--allow-unverified", "--values")
     assert code in {0, 1, 2}
     assert "bug" not in json.dumps(report["findings"])
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 50_000, b'{"a": NaN}'])
-def test_documents_of_any_content_get_a_verdict(ask: Ask, model: Path, name: str, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+)
+@pytest.mark.parametrize(
+    "content", [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 50_000, b'{"a": NaN}']
+)
+def test_documents_of_any_content_get_a_verdict(
+    ask: Ask, model: Path, name: str, content: bytes
+) -> None:
     (model / name).write_bytes(content)
     code, _ = ask(model, "--allow-unverified")
     assert code in {0, 1, 2}
@@ -171,25 +190,69 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 64,
     "tie_word_embeddings": False, "attention_bias": False, "pad_token_id": None,
 }  # fmt: skip
-MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16,
-       "num_key_value_heads": 4}  # fmt: skip
+MLA = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
 DENSE = {
-    "llama": ("LlamaForCausalLM", {"mlp_bias": False}), "mistral": ("MistralForCausalLM", {}),
-    "qwen2": ("Qwen2ForCausalLM", {}), "qwen3": ("Qwen3ForCausalLM", {}), "smollm3": ("SmolLM3ForCausalLM", {}),
-    "gemma": ("GemmaForCausalLM", {}), "gemma2": ("Gemma2ForCausalLM", {}),
-    "gemma3_text": ("Gemma3ForCausalLM", {}), "olmo2": ("Olmo2ForCausalLM", {}),
-}  # fmt: skip
+    "llama": ("LlamaForCausalLM", {"mlp_bias": False}),
+    "mistral": ("MistralForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "smollm3": ("SmolLM3ForCausalLM", {}),
+    "gemma": ("GemmaForCausalLM", {}),
+    "gemma2": ("Gemma2ForCausalLM", {}),
+    "gemma3_text": ("Gemma3ForCausalLM", {}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+}
 EXPERTS = {
-    "qwen3_moe": ("Qwen3MoeForCausalLM", {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+    ),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4}),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", MLA | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
-                    "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}),
-    "glm4_moe": ("Glm4MoeForCausalLM", {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-                 "moe_intermediate_size": 32, "first_k_dense_replace": 1, "use_qk_norm": True}),
-    "qwen3_next": ("Qwen3NextForCausalLM", {"num_experts": 4, "moe_intermediate_size": 32,
-                   "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-                   "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}),
-}  # fmt: skip
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        MLA
+        | {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        {
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 4,
+        },
+    ),
+}
 
 
 def promised(kind: str, architecture: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -212,7 +275,9 @@ def allocated(kind: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def attention_and_norms(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Experts are stored one by one and held fused in memory: names of the rest must agree."""
     return {
-        n: s for n, s in shapes.items() if ".experts." not in n and ".mlp.gate" not in n and "block_sparse" not in n
+        n: s
+        for n, s in shapes.items()
+        if ".experts." not in n and ".mlp.gate" not in n and "block_sparse" not in n
     }
 
 
@@ -270,7 +335,10 @@ def test_a_family_that_only_transformers_knows(ask: Ask, model: Path) -> None:
 
 
 def renamed(folder: Path, prefix: str) -> None:
-    rewrite(folder, lambda t: {n.replace("model.", prefix, 1) if "model." in n else n: v for n, v in t.items()})
+    rewrite(
+        folder,
+        lambda t: {n.replace("model.", prefix, 1) if "model." in n else n: v for n, v in t.items()},
+    )
 
 
 @pytest.mark.parametrize(

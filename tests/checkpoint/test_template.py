@@ -14,9 +14,22 @@ from checkpoint.asking import Ask
 from checkpoint_samples import edit_json, llama
 
 SPECIAL = (("bos_token", "<s>"), ("eos_token", "</s>"))
-ADDED = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|return|>", "<|stop|>", "<|stop", "[INST]")
+ADDED = (
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|stop|>",
+    "<|stop",
+    "[INST]",
+)
 LOOP = "{% for message in messages %}"
-CHATML = LOOP + "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{% endfor %}"
+CHATML = (
+    LOOP + "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{%"
+    " endfor %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +42,8 @@ CHATML = LOOP + "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|
         # A last answer ends with another token than those before it.
         (LOOP + "{{ message.content }}{% if loop.last %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}",
          ("<|return|>", "<|end|>")),
-        (LOOP + "{{ message.content }}<|end|><|stop|>{% endfor %}", ("<|end|>", "<|stop|>")),  # two in a row, the longer name
+        # two in a row, the longer name
+        (LOOP + "{{ message.content }}<|end|><|stop|>{% endfor %}", ("<|end|>", "<|stop|>")),
         (LOOP + "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% endfor %}", ("<|im_end|>",)),
         # Nothing ends a turn here: what follows an answer begins the next one.
         (LOOP + "<|im_start|>{{ message.content }}{% endfor %}", ()),
@@ -85,21 +99,27 @@ def test_the_tokenizers_own_end_token_is_one_that_engines_stop_at(ask: Ask, tmp_
     assert not any("nothing stops" in f["title"] for f in report["findings"])
 
 
-# Templates that never end or fill memory. Each is refused in bounded time, and nothing of it runs in this process.
+# Templates that never end or fill memory. Each is refused in bounded time, and nothing of it runs
+# in this process.
 
 BOMBS = {
     "a power": "{{ 9**(9**9) }}{{ messages }}",
     "a power in a condition": "{% if 9**(9**9) > 1 %}{{ messages }}{% endif %}",
     "a long text": "{{ 'a' * (4 * 10**9) }}{{ messages }}",
     "a list": "{{ [0] * (4 * 10**9) }}{{ messages }}",
-    "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}",
+    "loops": (
+        "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in messages %}{% endfor %}{%"
+        " endfor %}{% endfor %}"
+    ),
     "text in a loop": LOOP + "{% for a in range(99999) %}{{ 'a' * 9999 }}{% endfor %}{% endfor %}",
     "wordwrap": "{{ ('a ' * 30000000) | wordwrap(1) }}{{ messages }}",
     "padding": "{{ '%2000000000d' % 3 }}{{ messages }}",
     "centre": "{{ 'a' | center(2000000000) }}{{ messages }}",
-    "doubling": "{% set ns = namespace(t='aaaaaaaa') %}"
-    + "{% set ns.t = ns.t + ns.t %}" * 40
-    + "{{ ns.t }}{{ messages }}",
+    "doubling": (
+        "{% set ns = namespace(t='aaaaaaaa') %}"
+        + "{% set ns.t = ns.t + ns.t %}" * 40
+        + "{{ ns.t }}{{ messages }}"
+    ),
     "itself": "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}{{ messages }}",
 }
 
@@ -109,15 +129,22 @@ def test_a_template_that_does_not_end_is_refused_in_time(name: str) -> None:
     began = time.process_time()
     problem = template_problem(BOMBS[name])
     assert time.process_time() - began < 2  # of this process; the other has bounds of its own
-    # A range of more than 100,000, or a macro without an end, is an error that the template would raise in a server too.
-    assert problem is None if name == "itself" else problem is not None and "does not finish" in problem, problem
+    # A range of more than 100,000, or a macro without an end, is an error that the template would
+    # raise in a server too.
+    assert (
+        problem is None
+        if name == "itself"
+        else problem is not None and "does not finish" in problem
+    ), problem
 
 
 def test_a_bomb_is_one_finding(ask: Ask, tmp_path: Path) -> None:
     llama(tmp_path / "m")
     edit_json(tmp_path / "m" / "tokenizer_config.json", chat_template=BOMBS["a power"])
     code, report = ask(tmp_path / "m", "--allow-unverified", "--hash", "none")
-    titles = [f["title"] for f in report["findings"] if f["id"] == "checkpoint.chat_template_invalid"]
+    titles = [
+        f["title"] for f in report["findings"] if f["id"] == "checkpoint.chat_template_invalid"
+    ]
     assert (code, len(titles)) == (1, 1)
     assert "does not finish two messages" in titles[0]
 
@@ -126,9 +153,14 @@ def test_a_template_cannot_reach_the_system(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     for body in (
         f"cycler.__init__.__globals__.os.system('touch {mark}')",
-        f"messages.__class__.__base__.__subclasses__()[0].__init__.__globals__['os'].system('touch {mark}')",
+        (
+            "messages.__class__.__base__.__subclasses__()[0].__init__.__globals__['os'].system('touch"
+            f" {mark}')"
+        ),
     ):
-        assert template_problem("{{ " + body + " }}{{ messages }}") is None  # it raises, and that is all
+        assert (
+            template_problem("{{ " + body + " }}{{ messages }}") is None
+        )  # it raises, and that is all
     assert not mark.exists()
 
 

@@ -1,4 +1,6 @@
-"""The value scan on real models: nothing to say about healthy ones, and the norm convention both ways."""
+"""The value scan on real models: nothing to say about healthy ones, and the norm convention both
+ways.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from assay.checkpoint.subject import open_checkpoint
-from assay.checkpoint.values import NEGATIVE, POSITIVE, Statistics, check_duplicates, check_norms, judge_values, scan
+from assay.checkpoint.values import (
+    NEGATIVE,
+    POSITIVE,
+    Statistics,
+    check_duplicates,
+    check_norms,
+    judge_values,
+    scan,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -17,7 +27,9 @@ def statistics(folder: Path, only: str = "") -> list[Statistics]:
     opened = open_checkpoint(str(folder))
     assert opened.layout is not None
     files = opened.layout.files
-    found, problems = scan((t, files[t.file].real) for n, t in opened.checkpoint.tensors.items() if only in n)
+    found, problems = scan(
+        (t, files[t.file].real) for n, t in opened.checkpoint.tensors.items() if only in n
+    )
     assert problems == []
     return found
 
@@ -52,4 +64,9 @@ def test_the_shares_that_the_rule_rests_on(smollm2: Path, gemma3: Path) -> None:
     assert share(shifted(plain, -1), low=False) > 0.95
     assert share(centred, low=True) < 0.5
     assert share(shifted(centred, 1), low=True) > 0.95
-    print(share(plain, False), share(shifted(plain, -1), False), share(centred, True), share(shifted(centred, 1), True))
+    print(
+        share(plain, False),
+        share(shifted(plain, -1), False),
+        share(centred, True),
+        share(shifted(centred, 1), True),
+    )

@@ -24,7 +24,13 @@ from assay.checkpoint.values import (
     to_float,
 )
 
-WORDS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8}
+WORDS = {
+    "BF16": np.uint16,
+    "F16": np.uint16,
+    "F32": np.uint32,
+    "F8_E4M3": np.uint8,
+    "F8_E5M2": np.uint8,
+}
 
 
 def gathered(words: np.ndarray, dtype: str, *cuts: int) -> Statistics:
@@ -41,7 +47,9 @@ def test_counts_are_those_of_numpy(data: st.DataObject, dtype: str) -> None:
     words = data.draw(arrays(WORDS[dtype], st.integers(1, 200)))
     cut = data.draw(st.integers(0, words.size))
     seen, values = gathered(words, dtype, cut), to_float(words, dtype)
-    real = {"F16": lambda: words.view(np.float16), "F32": lambda: words.view(np.float32)}.get(dtype, lambda: values)()
+    real = {"F16": lambda: words.view(np.float16), "F32": lambda: words.view(np.float32)}.get(
+        dtype, lambda: values
+    )()
     assert seen.nan + seen.inf == np.count_nonzero(~np.isfinite(real))
     if FLOAT_FORMATS[dtype].infinity and dtype != "F8_E5M2":
         assert seen.inf == np.count_nonzero(np.isinf(real))
@@ -65,12 +73,16 @@ def test_a_type_without_sign_is_not_masked() -> None:
     assert gathered(np.array([127, 255], np.uint8), "F8_E8M0").nan == 1
 
 
-@pytest.mark.parametrize(("word", "value"), [(0x00, 0.0), (0x38, 1.0), (0x7E, 448.0), (0x01, 2.0**-9), (0xB8, -1.0)])
+@pytest.mark.parametrize(
+    ("word", "value"), [(0x00, 0.0), (0x38, 1.0), (0x7E, 448.0), (0x01, 2.0**-9), (0xB8, -1.0)]
+)
 def test_e4m3_by_its_published_values(word: int, value: float) -> None:
     assert to_float(np.array([word], np.uint8), "F8_E4M3")[0] == value
 
 
-@pytest.mark.parametrize(("word", "value"), [(0x3C, 1.0), (0x7B, 57344.0), (0x01, 2.0**-16), (0xC0, -2.0)])
+@pytest.mark.parametrize(
+    ("word", "value"), [(0x3C, 1.0), (0x7B, 57344.0), (0x01, 2.0**-16), (0xC0, -2.0)]
+)
 def test_e5m2_by_its_published_values(word: int, value: float) -> None:
     assert to_float(np.array([word], np.uint8), "F8_E5M2")[0] == value
 
@@ -102,7 +114,8 @@ def test_holes_are_found_across_chunks(runs: list[tuple[bool, int]], data: st.Da
     if expected is not None and holes.longest is not None:
         start, length = holes.longest
         assert not words[start : start + length].any()
-        # Of several long runs inside one chunk the one with most whole blocks is kept, at most two blocks shorter.
+        # Of several long runs inside one chunk the one with most whole blocks is kept, at most two
+        # blocks shorter.
         assert length > expected[1] - 2 * PAGE_BYTES // 2 // 2
 
 
@@ -123,7 +136,9 @@ def test_several_chunks_make_one_tensor(tmp_path: Path) -> None:
     path = tmp_path / "w.bin"
     path.write_bytes(b"head" + values.tobytes())
     done: list[int] = []
-    seen = scan_tensor(Tensor("w", "F32", values.shape, "w.bin", 4, 4 + values.nbytes), path, done.append)
+    seen = scan_tensor(
+        Tensor("w", "F32", values.shape, "w.bin", 4, 4 + values.nbytes), path, done.append
+    )
     assert (seen.elements, sum(done), seen.inf) == (values.size, values.nbytes, 1)
     assert seen.first_bad == CHUNK // 4 + 5
     finite = values[np.isfinite(values)]

@@ -1,4 +1,5 @@
-"""What vLLM's own code makes of checkpoints and flags; runs inside vLLM's environment, which needs no GPU for it.
+"""What vLLM's own code makes of checkpoints and flags; runs inside vLLM's environment, which needs
+no GPU for it.
 
 Reads `{"kinds": {name: {"config": …, "model_type": …}}, "flags": […]}` from stdin; prints
 `{"cells": {name: {flag: outcome}}, "methods": […], "capability": {method: n}}`.
@@ -18,9 +19,11 @@ from vllm.platforms.interface import DeviceCapability, PlatformEnum
 
 sys.stdin.reconfigure(encoding="utf-8")
 
-# Everything is imported under the real (CPU) platform, because kernels are looked up on import; then it is told that
-# this is an H100, because AWQ decides otherwise on a CPU.
-METHODS = {name: quantization.get_quantization_config(name) for name in quantization.QUANTIZATION_METHODS}
+# Everything is imported under the real (CPU) platform, because kernels are looked up on import;
+# then it is told that this is an H100, because AWQ decides otherwise on a CPU.
+METHODS = {
+    name: quantization.get_quantization_config(name) for name in quantization.QUANTIZATION_METHODS
+}
 quantization.get_quantization_config = METHODS.__getitem__
 
 
@@ -36,7 +39,10 @@ class Hopper(type(real)):
 
 hopper = Hopper()
 for module in list(sys.modules.values()):
-    if getattr(module, "__name__", "").startswith("vllm") and getattr(module, "current_platform", None) is real:
+    if (
+        getattr(module, "__name__", "").startswith("vllm")
+        and getattr(module, "current_platform", None) is real
+    ):
         module.current_platform = hopper
 
 
@@ -62,11 +68,18 @@ def cell(config, model_type, flag):
 
 
 asked = json.load(sys.stdin)
-print(json.dumps({
-    "cells": {
-        name: {flag: cell(kind["config"], kind["model_type"], None if flag == "None" else flag) for flag in asked["flags"]}
-        for name, kind in asked["kinds"].items()
-    },
-    "methods": sorted(METHODS),
-    "capability": {name: method.get_min_capability() for name, method in METHODS.items()},
-}))  # fmt: skip
+print(
+    json.dumps(
+        {
+            "cells": {
+                name: {
+                    flag: cell(kind["config"], kind["model_type"], None if flag == "None" else flag)
+                    for flag in asked["flags"]
+                }
+                for name, kind in asked["kinds"].items()
+            },
+            "methods": sorted(METHODS),
+            "capability": {name: method.get_min_capability() for name, method in METHODS.items()},
+        }
+    )
+)

@@ -17,13 +17,14 @@ ROUTES = ("POST /v1/chat/completions", "POST /v1/completions")
 QUICK = ("--repeats", "3", "--samples", "1", "--timeout", "20")
 
 PROSE = (
-    "Whiskers was a small grey cat who lived on the top floor of a narrow house near the harbour. One warm morning "
-    "she noticed that the door to the roof stood open, and she slipped through it before anybody could call her "
-    "back. Between two chimneys somebody had planted tomatoes, mint and a crooked little pear tree. Bees went from "
-    "flower to flower, and an old woman in a straw hat was filling a can at the tap. She did not chase the visitor "
-    "away; she put down a saucer of water instead and went on with her work. From then on the cat came every day, "
-    "slept in the shade of the beans and kept the pigeons off the seedlings. In autumn the neighbours carried "
-    "baskets of fruit down the stairs, and Whiskers walked ahead of them with her tail held high."
+    "Whiskers was a small grey cat who lived on the top floor of a narrow house near the harbour."
+    " One warm morning she noticed that the door to the roof stood open, and she slipped through it"
+    " before anybody could call her back. Between two chimneys somebody had planted tomatoes, mint"
+    " and a crooked little pear tree. Bees went from flower to flower, and an old woman in a straw"
+    " hat was filling a can at the tap. She did not chase the visitor away; she put down a saucer"
+    " of water instead and went on with her work. From then on the cat came every day, slept in the"
+    " shade of the beans and kept the pigeons off the seedlings. In autumn the neighbours carried"
+    " baskets of fruit down the stairs, and Whiskers walked ahead of them with her tail held high."
 )
 FIBONACCI = (
     "```python\ndef fibonacci(n):\n"
@@ -35,11 +36,20 @@ ANSWERS = (
     ("named Whiskers", PROSE),
     ("function fibonacci", FIBONACCI),
     ("European rivers", '["Rhine", "Danube", "Elbe", "Loire", "Ebro"]'),
-    ("en español", "El agua de los ríos y del mar se evapora por el sol y forma las nubes de la lluvia."),
-    ("my dog's name", "Bruno is afraid of thunder. Please keep your music low while the storm lasts."),
+    (
+        "en español",
+        "El agua de los ríos y del mar se evapora por el sol y forma las nubes de la lluvia.",
+    ),
+    (
+        "my dog's name",
+        "Bruno is afraid of thunder. Please keep your music low while the storm lasts.",
+    ),
     ("called Bruno", "Close the curtains, play soft music and stay with him in a quiet room."),
     ("weather in Oslo", "It is cloudy in Oslo, with a temperature of 18 degrees."),
-    *((question, f"It is {answer}, as most people learn at school.") for question, _, answer in FACTS),
+    *(
+        (question, f"It is {answer}, as most people learn at school.")
+        for question, _, answer in FACTS
+    ),
 )
 
 
@@ -61,7 +71,9 @@ def answer_to(e: Exchange) -> str:
 
 
 class Sane:
-    """Answers every probe rightly and calls the tool that it is offered; its prompts cannot be scored."""
+    """Answers every probe rightly and calls the tool that it is offered; its prompts cannot be
+    scored.
+    """
 
     def __init__(self, **fields: Any) -> None:
         self.fields = {"scores": False, "echo": False, **fields}
@@ -91,7 +103,9 @@ def serving(behaviour: Behaviour) -> StubServer:
 
 
 def answering(chunks: tuple[str, ...], **fields: Any) -> StubServer:
-    """A server that answers everything with the same text, and the score of a prompt with figures of its own."""
+    """A server that answers everything with the same text, and the score of a prompt with figures
+    of its own.
+    """
     return serving(healthy(chunks=chunks, **fields))
 
 

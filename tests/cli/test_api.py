@@ -1,4 +1,6 @@
-"""The functions of `import assay`: the snippets of docs/api.md run, types hold in a user's file, nothing heavy is imported."""
+"""The functions of `import assay`: the snippets of docs/api.md run, types hold in a user's file,
+nothing heavy is imported.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ ROOT = Path(__file__).parents[2]
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.M | re.S)
 FUNCTIONS = ("check", "grade", "verify", "spec", "compare", "reference", "gate", "card", "watch")
 LOG = (
-    "INFO 01-01 00:00:00 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.40, Accepted throughput: "
-    "70.00 tokens/s, Drafted throughput: 100.00 tokens/s, Accepted: 700 tokens, Drafted: 1000 tokens, Per-position "
-    "acceptance rate: 0.900, 0.500, Avg Draft acceptance rate: 70.0%\n"
+    "INFO 01-01 00:00:00 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.40,"
+    " Accepted throughput: 70.00 tokens/s, Drafted throughput: 100.00 tokens/s, Accepted: 700"
+    " tokens, Drafted: 1000 tokens, Per-position acceptance rate: 0.900, 0.500, Avg Draft"
+    " acceptance rate: 70.0%\n"
 )
 
 
 def needs_engine(snippet: str) -> bool:
-    return any(word in snippet for word in ("assay.compare(", "assay.reference(", "from_pretrained("))
+    return any(
+        word in snippet for word in ("assay.compare(", "assay.reference(", "from_pretrained(")
+    )
 
 
 def run(snippet: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -43,7 +48,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "vllm.log").write_text(LOG * 20)
     (tmp_path / "assay.toml").write_text('[subject]\nlogs = ["vllm.log"]\n[spec]\n')
-    (tmp_path / "wiki.txt").write_text("All work and no play makes this text as long as eight windows need. " * 60)
+    (tmp_path / "wiki.txt").write_text(
+        "All work and no play makes this text as long as eight windows need. " * 60
+    )
     return tmp_path
 
 
@@ -80,13 +87,21 @@ def test_files_are_graded_where_a_path_is_given(here: Path) -> None:
     report = assay.grade(here / "a.txt", here / "wiki.txt")
     assert isinstance(report, assay.Report)
     assert report.verdict is assay.Verdict.FAIL
-    assert [f["path"] for f in report.results["files"]] == [str(here / "a.txt"), str(here / "wiki.txt")]
+    assert [f["path"] for f in report.results["files"]] == [
+        str(here / "a.txt"),
+        str(here / "wiki.txt"),
+    ]
     assert report.environment["assay"] == assay.__version__
     assert assay.grade("a.txt").label == "ok"  # a text that happens to be a file's name
-    assert assay.grade("", reasoning="I think so.", finish_reason="length").label == "truncated_reasoning"
+    assert (
+        assay.grade("", reasoning="I think so.", finish_reason="length").label
+        == "truncated_reasoning"
+    )
 
 
-def test_a_subject_that_fails_is_a_report_and_one_that_cannot_be_examined_an_error(here: Path) -> None:
+def test_a_subject_that_fails_is_a_report_and_one_that_cannot_be_examined_an_error(
+    here: Path,
+) -> None:
     (here / "model" / "config.json").write_text("{")
     report = assay.verify(here / "model")
     assert report.verdict is assay.Verdict.FAIL
@@ -103,14 +118,23 @@ def test_a_subject_that_fails_is_a_report_and_one_that_cannot_be_examined_an_err
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: assay.check("u", sample=1), "check: unknown option 'sample', the nearest is 'samples'"),
+        (
+            lambda: assay.check("u", sample=1),
+            "check: unknown option 'sample', the nearest is 'samples'",
+        ),
         (lambda: assay.check("u", samples=0), "samples must be at least 1"),
         (lambda: assay.check("u", probe="stroy"), "unknown probe 'stroy'"),
         (lambda: assay.verify("u", hash="some"), "unknown hash 'some'"),
         (lambda: assay.verify("u", engine_version="tgi==1"), "tgi==1"),
-        (lambda: assay.spec("u", cost=1), "spec: unknown option 'cost', the nearest is 'cost_ratio'"),
+        (
+            lambda: assay.spec("u", cost=1),
+            "spec: unknown option 'cost', the nearest is 'cost_ratio'",
+        ),
         (lambda: assay.compare("hf:a"), "names no candidate"),
-        (lambda: assay.compare("hf:a", "hf:b", window=3), "unknown option 'window', the nearest is 'windows'"),
+        (
+            lambda: assay.compare("hf:a", "hf:b", window=3),
+            "unknown option 'window', the nearest is 'windows'",
+        ),
         (lambda: assay.compare("hf:a", "hf:b", margin_ppl="much"), "much"),
         (lambda: assay.reference("hf:a", out="x", format="zip"), "unknown format 'zip'"),
     ],
@@ -164,7 +188,16 @@ def test_mypy_is_content_with_a_users_file(tmp_path: Path) -> None:
     file = tmp_path / "user.py"
     file.write_text(USER)
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "--config-file=", str(file)],
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            "--cache-dir",
+            str(tmp_path / "cache"),
+            "--config-file=",
+            str(file),
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -182,6 +215,11 @@ def test_no_module_hides_a_function() -> None:
 
 
 def test_import_is_quick_and_imports_nothing_heavy() -> None:
-    program = "import assay, sys; print([m for m in ('numpy', 'torch', 'httpx', 'typer', 'rich') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import assay, sys; print([m for m in ('numpy', 'torch', 'httpx', 'typer', 'rich') if m in"
+        " sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

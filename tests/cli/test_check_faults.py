@@ -36,7 +36,9 @@ PARIS = sse({"choices": [{"index": 0, "delta": {"content": "Paris"}, "finish_rea
 
 
 def well_begun(then: Behaviour) -> Behaviour:
-    """Sane answers while the capabilities are probed, with a few tokens each; `then` to the questions that follow."""
+    """Sane answers while the capabilities are probed, with a few tokens each; `then` to the
+    questions that follow.
+    """
     return lambda e: (then if e.body["max_tokens"] >= 60 else Sane())(e)
 
 
@@ -76,7 +78,9 @@ def test_no_server(capsys: pytest.CaptureFixture[str], url: str, finding: str) -
         (hang(), 3, "server.timeout"),
     ],
 )
-def test_the_list_of_models(capsys: pytest.CaptureFixture[str], behaviour: Behaviour, code: int, finding: str) -> None:
+def test_the_list_of_models(
+    capsys: pytest.CaptureFixture[str], behaviour: Behaviour, code: int, finding: str
+) -> None:
     with StubServer() as stub:
         stub.on("GET /v1/models", behaviour)
         got, report = check(capsys, stub.url, *FRANCE)
@@ -123,7 +127,9 @@ def test_no_answer_after_a_good_beginning(
         got, report = check(capsys, stub.url, *FRANCE)
     assert got == code
     assert says in report["findings"][0]["title"]
-    assert ids(report) == ({finding} if code == 2 else {"coherence.probe_unfinished", "throughput.unfinished"})
+    assert ids(report) == (
+        {finding} if code == 2 else {"coherence.probe_unfinished", "throughput.unfinished"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +152,9 @@ def test_streams_that_are_broken_leave_the_verdict_open(
 ) -> None:
     broken = streams_are(stream)
     with serving(well_begun(broken) if later else broken) as stub:
-        code, report = check(capsys, stub.url, "--samples", "5", "--probe", "story", "--timeout", "1")
+        code, report = check(
+            capsys, stub.url, "--samples", "5", "--probe", "story", "--timeout", "1"
+        )
     finding = next(f for f in report["findings"] if f["id"] == "throughput.unfinished")
     assert code == 3
     assert says in finding["title"]
@@ -165,7 +173,10 @@ def test_a_key_that_is_not_set_is_named_before_anything_is_sent(
 
 
 def test_markup_in_a_text_is_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    said = "<script>alert(1)</script> The capital of France is <b>Paris</b>, a large city on the Seine. <img src=x>"
+    said = (
+        "<script>alert(1)</script> The capital of France is <b>Paris</b>, a large city on the"
+        " Seine. <img src=x>"
+    )
     html, junit, markdown = (tmp_path / name for name in ("r.html", "r.xml", "r.md"))
     outputs = ("--html", str(html), "--junit", str(junit), "--markdown", str(markdown))
     with answering(words(said), scores=False, echo=False) as stub:
@@ -180,7 +191,10 @@ def test_markup_in_a_text_is_text(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_one_answer_to_every_question_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    gateway = "<!DOCTYPE html><html><head><title>502 Bad Gateway</title></head><body>502 Bad Gateway</body></html>"
+    gateway = (
+        "<!DOCTYPE html><html><head><title>502 Bad Gateway</title></head><body>502 Bad"
+        " Gateway</body></html>"
+    )
     with answering(words(gateway), scores=False, echo=False) as stub:
         _, report = check(capsys, stub.url, "--samples", "3")
     finding = next(f for f in report["findings"] if f["id"] == "coherence.same_answer")
@@ -194,7 +208,9 @@ def test_a_rate_limit_that_passes_is_waited_for(capsys: pytest.CaptureFixture[st
     assert code == 0
 
 
-def test_a_server_that_cannot_stream_is_not_timed_and_passes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_cannot_stream_is_not_timed_and_passes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def whole_only(e: Exchange) -> None:
         (status(400, "streaming is not supported") if e.body.get("stream") else Sane())(e)
 
@@ -228,19 +244,26 @@ def test_a_server_that_turns_the_key_away_in_the_middle_keeps_what_was_measured(
     assert sum(len(p["samples"]) for p in report["results"]["probes"]) > 3
 
 
-def test_a_server_without_a_chat_template_is_asked_to_continue_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_a_chat_template_is_asked_to_continue_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with serving(Sane()) as stub:
         stub.on("POST /v1/chat/completions", status(400, "this model has no chat template"))
         code, report = check(capsys, stub.url, "--samples", "4")
         prompts = [b["prompt"] for b in stub.bodies("POST /v1/completions")]
     probes = {p["name"]: p for p in report["results"]["probes"]}
     assert code in (0, 3)
-    assert {name for name, p in probes.items() if p["status"] == "skipped"} == {"second_turn", "tool_call"}
+    assert {name for name, p in probes.items() if p["status"] == "skipped"} == {
+        "second_turn",
+        "tool_call",
+    }
     assert "no chat template" in probes["second_turn"]["reason"]
     assert any("The capital of France is" in str(p) for p in prompts)
 
 
-def test_a_model_without_tools_skips_that_probe_and_passes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_tools_skips_that_probe_and_passes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def no_tools(e: Exchange) -> None:
         (status(400, "tools need --enable-auto-tool-choice") if e.body.get("tools") else Sane())(e)
 
@@ -252,9 +275,15 @@ def test_a_model_without_tools_skips_that_probe_and_passes(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    "text", ['One moment < "arguments": {"city": "Lima"}}]', '<tool_call>\n{"name": "get_weather", "arguments": {"ci']
+    "text",
+    [
+        'One moment < "arguments": {"city": "Lima"}}]',
+        '<tool_call>\n{"name": "get_weather", "arguments": {"ci',
+    ],
 )
-def test_broken_tool_calls_fail_and_are_shown(capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_broken_tool_calls_fail_and_are_shown(
+    capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     def broken(e: Exchange) -> None:
         offered = bool(e.body.get("tools")) and e.body["max_tokens"] > 1
         (healthy(chunks=words(text), scores=False, echo=False) if offered else Sane())(e)
@@ -270,7 +299,9 @@ def test_broken_tool_calls_fail_and_are_shown(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_request_names_the_model_and_neutral_penalties(capsys: pytest.CaptureFixture[str], route: str) -> None:
+def test_every_request_names_the_model_and_neutral_penalties(
+    capsys: pytest.CaptureFixture[str], route: str
+) -> None:
     with serving(Sane()) as stub:
         if route == ROUTES[1]:
             stub.off(ROUTES[0])
@@ -280,5 +311,9 @@ def test_every_request_names_the_model_and_neutral_penalties(capsys: pytest.Capt
     assert {b["temperature"] for b in bodies} == {0.7, 0.0}
     for body in bodies:
         assert body["model"] == "stub-model"
-        for name, neutral in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1)):
+        for name, neutral in (
+            ("frequency_penalty", 0),
+            ("presence_penalty", 0),
+            ("repetition_penalty", 1),
+        ):
             assert body.get(name, neutral) == neutral

@@ -1,4 +1,6 @@
-"""`assay check --reference FILE` and `--reference-engine`: what is compared, and what is no reference."""
+"""`assay check --reference FILE` and `--reference-engine`: what is compared, and what is no
+reference.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,19 @@ LOOP = words("I am sure that " + "the name of " * 60)
 FULL = ("--samples", "3", "--no-throughput")
 
 
-def test_a_server_passes_against_its_own_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_server_passes_against_its_own_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     with serving(Sane()) as stub:
         _, first = check(capsys, stub.url, "--samples", "5")
-        code, again = check(capsys, stub.url, "--samples", "5", "--reference", str(save(tmp_path / "run.json", first)))
+        code, again = check(
+            capsys,
+            stub.url,
+            "--samples",
+            "5",
+            "--reference",
+            str(save(tmp_path / "run.json", first)),
+        )
     assert (code, again["findings"]) == (0, [])
     assert again["results"]["reference"]["origin"] == {
         "source": "run", "model": "stub-model", "verdict": "pass",
@@ -49,11 +60,15 @@ def test_london_is_a_warning_alone_and_an_error_against_one_who_knew(
     assert ids(against, "error") == {"coherence.wrong_answer"}
 
 
-def test_loops_count_against_a_reference_that_wrote_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_loops_count_against_a_reference_that_wrote_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     with serving(Sane()) as stub:
         _, sane = check(capsys, stub.url, *FULL)
     with answering(LOOP, finish_reason="length", scores=False, echo=False) as stub:
-        code, report = check(capsys, stub.url, *FULL, "--reference", str(save(tmp_path / "run.json", sane)))
+        code, report = check(
+            capsys, stub.url, *FULL, "--reference", str(save(tmp_path / "run.json", sane))
+        )
     assert code == 1
     assert "coherence.degenerate" in ids(report, "error")
 
@@ -71,11 +86,16 @@ def test_loops_count_against_a_reference_that_wrote_none(capsys: pytest.CaptureF
         b'{"command": "grade", "results": {}}',
         b'{"command": "check", "results": {}}',
         b'{"command": "check", "results": {"probes": []}}',
-        b'{"command": "check", "results": {"probes": [{"name": "france", "samples": [{"label": "ok"}]}]}}',
+        (
+            b'{"command": "check", "results": {"probes": [{"name": "france", "samples": [{"label":'
+            b' "ok"}]}]}}'
+        ),
         b'{"command": "check", "results": {"probes": 3}}',
     ],
 )
-def test_a_reference_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes | None) -> None:
+def test_a_reference_that_is_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes | None
+) -> None:
     reference = tmp_path / "run.json"
     if content is not None:
         reference.write_bytes(content)
@@ -115,12 +135,19 @@ def test_an_engine_that_can_be_no_reference_is_refused_before_the_server_is_aske
     assert (code, ids(report)) == (2, {finding})
 
 
-def test_a_folder_that_holds_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_holds_no_model_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "model").mkdir()
-    with pytest.raises(AssayError, match=r"model is no checkpoint: the folder holds no config\.json"):
+    with pytest.raises(
+        AssayError, match=r"model is no checkpoint: the folder holds no config\.json"
+    ):
         reference_module.reference_folder(f"hf:{tmp_path}/model")
     (tmp_path / "model" / "config.json").touch()
-    assert reference_module.reference_folder(f"hf:{tmp_path}/model?dtype=float32") == tmp_path / "model"
+    assert (
+        reference_module.reference_folder(f"hf:{tmp_path}/model?dtype=float32")
+        == tmp_path / "model"
+    )
 
 
 def test_a_missing_package_is_named_before_the_server_is_asked(
@@ -145,18 +172,24 @@ def test_what_was_measured_stays_where_the_reference_cannot_be_run(
     monkeypatch.setattr(packages, "find_spec", lambda name: object())
     monkeypatch.setattr(reference_module.EngineReference, "_measurement", out_of_memory)
     with serving(Sane()) as stub:
-        code, report = check(capsys, stub.url, "--samples", "3", "--reference-engine", f"hf:{tmp_path}")
+        code, report = check(
+            capsys, stub.url, "--samples", "3", "--reference-engine", f"hf:{tmp_path}"
+        )
     assert (code, report["verdict"], ids(report)) == (2, "error", {"fidelity.engine_load"})
     assert all(p["samples"] for p in report["results"]["probes"])
     assert report["results"]["throughput"]["samples"] == 3
 
 
 class Slow:
-    """A reference in this process that writes nothing until the deadline, and everything where there is none."""
+    """A reference in this process that writes nothing until the deadline, and everything where
+    there is none.
+    """
 
     capabilities = CapabilityReport(frozenset({Capability.GENERATE, Capability.CHAT}), {})
 
-    def generate_batch(self, requests: list[Request], *, deadline: float = float("inf")) -> list[Reply]:
+    def generate_batch(
+        self, requests: list[Request], *, deadline: float = float("inf")
+    ) -> list[Reply]:
         if deadline < float("inf"):
             time.sleep(max(0.0, deadline - time.monotonic()) + 0.01)
             return [Reply("The capital", GIVEN_UP) for _ in requests]
@@ -176,7 +209,15 @@ def test_a_budget_ends_a_slow_reference_and_what_it_did_not_say_is_not_kept_as_i
         "_measurement",
         lambda self: Measurement(Slow(), Plan()),  # type: ignore[arg-type]
     )
-    asked = ("--samples", "1", "--probe", "france", "--no-throughput", "--reference-engine", f"hf:{tmp_path}")
+    asked = (
+        "--samples",
+        "1",
+        "--probe",
+        "france",
+        "--no-throughput",
+        "--reference-engine",
+        f"hf:{tmp_path}",
+    )
     with serving(Sane()) as stub:
         began = time.monotonic()
         code, report = check(capsys, stub.url, *asked, "--budget", "0.05")
@@ -184,5 +225,12 @@ def test_a_budget_ends_a_slow_reference_and_what_it_did_not_say_is_not_kept_as_i
         _, whole = check(capsys, stub.url, *asked)
     assert code in (0, 3)
     assert "coherence.left_out" in ids(report)
-    assert "reference" in next(f for f in report["findings"] if f["id"] == "coherence.left_out")["evidence"]["stages"]
-    assert whole["results"]["reference"]["probes"]["france"]["samples"] == 2, whole["results"]["reference"]
+    assert (
+        "reference"
+        in next(f for f in report["findings"] if f["id"] == "coherence.left_out")["evidence"][
+            "stages"
+        ]
+    )
+    assert whole["results"]["reference"]["probes"]["france"]["samples"] == 2, whole["results"][
+        "reference"
+    ]

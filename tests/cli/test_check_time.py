@@ -34,7 +34,9 @@ def times(report: dict[str, Any]) -> Any:
 
 
 @pytest.mark.engine
-def test_a_server_that_writes_garbage_is_told_after_its_first_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_writes_garbage_is_told_after_its_first_answers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def garbage(e: Exchange) -> None:
         if e.body.get("max_tokens", 0) > 10:
             time.sleep(0.8)
@@ -57,14 +59,18 @@ def test_a_server_that_writes_garbage_is_told_after_its_first_answers(capsys: py
 def test_a_fast_server_of_garbage_shows_a_text_of_every_tier(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("assay.coherence.check.EVIDENCE_SECONDS", 600.0)  # on a busy machine nothing is fast
+    monkeypatch.setattr(
+        "assay.coherence.check.EVIDENCE_SECONDS", 600.0
+    )  # on a busy machine nothing is fast
     with answering(FLOOD, scores=False, echo=False) as stub:
         code, report = run(capsys, "check", stub.url, *MANY)
     shown = {p["name"] for p in report["results"]["probes"] if p["samples"]}
     assert code == 1 and {"france", "story", "fibonacci", "burst"} <= shown
 
 
-def test_a_budget_ends_the_run_and_names_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_ends_the_run_and_names_what_it_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with serving(slow(0.7)) as stub:
         began = time.monotonic()
         code, report = run(capsys, "check", stub.url, *MANY, "--budget", "0.02")
@@ -79,12 +85,16 @@ def test_a_budget_ends_the_run_and_names_what_it_left_out(capsys: pytest.Capture
 
 
 @pytest.mark.engine
-def test_a_server_that_slows_down_tenfold_gets_a_smaller_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_slows_down_tenfold_gets_a_smaller_plan(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     answered: list[float] = []
 
     def tiring(e: Exchange) -> None:
         if e.body.get("max_tokens", 0) > 10:
-            answered.append(0.0)  # as a model does: a token takes its time, and ten times as much later
+            answered.append(
+                0.0
+            )  # as a model does: a token takes its time, and ten times as much later
             time.sleep(len(answer_to(e).split()) * (0.008 if len(answered) <= 16 else 0.08))
         Sane()(e)
 
@@ -99,10 +109,14 @@ def test_a_server_that_slows_down_tenfold_gets_a_smaller_plan(capsys: pytest.Cap
     assert slower["tokens_per_s"] < slower["tokens_per_s_before"] / 4
     assert "server.slower" in ids(report) and times(report)["left_out"]
     plans = [line for line in captured.err.splitlines() if "expected: about" in line]
-    assert len(plans) == 2 and "the server has slowed down" in plans[1] and "shortened: " in plans[1]
+    assert (
+        len(plans) == 2 and "the server has slowed down" in plans[1] and "shortened: " in plans[1]
+    )
 
 
-def test_a_budget_that_is_long_enough_leaves_nothing_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_that_is_long_enough_leaves_nothing_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with serving(Sane()) as stub:
         code, report = run(capsys, "check", stub.url, *MANY, "--budget", "5")
     assert (code, times(report)["left_out"], times(report)["budget_s"]) == (0, [], 300.0)
@@ -121,9 +135,13 @@ def test_quick_is_a_plan_of_fewer_texts(capsys: pytest.CaptureFixture[str]) -> N
     assert code == 0 and counts["story"] == 2 and times(report)["budget_s"] in (60.0, 180.0)
 
 
-def test_an_unclear_rate_asks_for_more_texts_until_it_is_decided(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unclear_rate_asks_for_more_texts_until_it_is_decided(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def weak(e: Exchange) -> None:
-        """Loops in every story and every piece of code, and in Spanish: the rate of a small model, too high to pass."""
+        """Loops in every story and every piece of code, and in Spanish: the rate of a small model,
+        too high to pass.
+        """
         text = answer_to(e)
         loops = "Whiskers" in text or "def fib" in text or "agua" in text
         healthy(chunks=LOOP if loops else words(text), scores=False, echo=False)(e)
@@ -146,10 +164,24 @@ def test_settings_that_differ_from_the_reference_are_findings(
         page = stub_metrics(stub).replace('cache_dtype="auto"', 'cache_dtype="fp8"')
         stub.on("GET /metrics", lambda e: e.send(page.encode(), kind="text/plain; version=0.0.4"))
         code, report = check(capsys, stub.url, "--samples", "3", "--reference", str(reference))
-        _, same = check(capsys, stub.url, "--samples", "3", "--reference", str(save(tmp_path / "b.json", report)))
-    changed = {f["evidence"]["setting"]: f for f in report["findings"] if f["id"] == "server.setting_changed"}
+        _, same = check(
+            capsys,
+            stub.url,
+            "--samples",
+            "3",
+            "--reference",
+            str(save(tmp_path / "b.json", report)),
+        )
+    changed = {
+        f["evidence"]["setting"]: f
+        for f in report["findings"]
+        if f["id"] == "server.setting_changed"
+    }
     assert code == 0 and set(changed) == {"version", "kv_cache_dtype"}
-    assert changed["kv_cache_dtype"]["severity"] == "warning" and "fp8" in changed["kv_cache_dtype"]["title"]
+    assert (
+        changed["kv_cache_dtype"]["severity"] == "warning"
+        and "fp8" in changed["kv_cache_dtype"]["title"]
+    )
     assert changed["version"]["severity"] == "info"
     assert "server.setting_changed" not in ids(same)
 
@@ -160,7 +192,9 @@ def stub_metrics(stub: Any) -> str:
     return METRICS
 
 
-def test_rules_that_were_not_examined_are_named_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_that_were_not_examined_are_named_with_their_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with serving(Sane()) as stub:
         _, report = check(capsys, stub.url, "--samples", "3")
         capsys.readouterr()
@@ -202,28 +236,46 @@ def test_the_tools_suite(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
                 "tool_calls": [{"id": "1", "type": "function", "function": function}],
             }
         usage = {"prompt_tokens": 60, "completion_tokens": 9, "total_tokens": 69}
-        e.json({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage})
+        e.json(
+            {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
+        )
 
     with serving(right) as stub:
         code, report = run(capsys, "check", stub.url, "--suite", "tools", "--timeout", "20")
         reference = save(tmp_path / "tools.json", report)
         again_code, again = run(
-            capsys, "check", stub.url, "--suite", "tools", "--timeout", "20", "--reference", str(reference)
+            capsys,
+            "check",
+            stub.url,
+            "--suite",
+            "tools",
+            "--timeout",
+            "20",
+            "--reference",
+            str(reference),
         )
     levels = report["results"]["tools"]
     assert code == 0 and [level["concurrency"] for level in levels] == [1, 8, 32]
     for level in levels:
         assert [level[n] for n in ("asked", "parsed", "schema_valid", "right")] == [48, 48, 48, 48]
-        assert level["reference"] is None and level["p_value"] is None and level["right_rate"]["lo"] > 0.9
+        assert (
+            level["reference"] is None
+            and level["p_value"] is None
+            and level["right_rate"]["lo"] > 0.9
+        )
     assert again_code == 0
-    assert [(level["reference"], level["p_value"]) for level in again["results"]["tools"]] == [(48, 1.0)] * 3
+    assert [(level["reference"], level["p_value"]) for level in again["results"]["tools"]] == [
+        (48, 1.0)
+    ] * 3
 
 
 def test_the_tools_suite_is_skipped_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     def none(e: Exchange) -> None:
-        (Sane() if not e.body.get("tools") else lambda x: x.json({"error": {"message": "no tools here"}}, status=400))(
-            e
-        )
+        (
+            Sane()
+            if not e.body.get("tools")
+            else lambda x: x.json({"error": {"message": "no tools here"}}, status=400)
+        )(e)
 
     with serving(none) as stub:
         code, report = run(capsys, "check", stub.url, "--suite", "tools", "--timeout", "20")

@@ -45,7 +45,9 @@ def test_a_wrong_command_line_is_one_json_object_and_exit_2(
     assert report["findings"][0]["id"].endswith(".usage")
 
 
-def test_a_slip_on_the_command_line_is_answered_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slip_on_the_command_line_is_answered_in_plain_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for arguments, said in (
         (["chek"], "ERROR  assay: No such command 'chek'. The nearest is 'check'."),
         (["kv", "evl"], "No such command 'evl'. The nearest is 'eval'."),
@@ -62,7 +64,10 @@ def test_a_slip_on_the_command_line_is_answered_in_plain_words(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("area", "arguments"),
     [
-        ("server", ("check", "http://127.0.0.1:9", "--reference-engine", "hf:.?kv_cache_dtype=int3")),
+        (
+            "server",
+            ("check", "http://127.0.0.1:9", "--reference-engine", "hf:.?kv_cache_dtype=int3"),
+        ),
         ("server", ("check", "http://127.0.0.1:9", "--reference-engine", "gguf:.")),
         ("checkpoint", ("verify", ".", "--serve-args", "--kv-cache-dtype 'fp8")),
         ("fidelity", ("compare", "hf:.?kv_cache_dtype=int3", "hf:.")),
@@ -110,22 +115,33 @@ def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[
     assert report["findings"][0]["remedies"] == ["assay kv eval --help"]
 
 
-def test_a_wrong_model_name_is_answered_with_the_names_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_model_name_is_answered_with_the_names_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with StubServer() as stub:
         code, report = check(capsys, stub.url, "--model", "gpt-9")
     assert code == 2
     assert "stub-model" in report["findings"][0]["title"]
 
 
-def test_a_sane_server_passes_without_a_finding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_sane_server_passes_without_a_finding(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     html = tmp_path / "report.html"
     with serving(Sane()) as stub:
         code, report = check(capsys, stub.url, "--samples", "3", "--html", str(html))
     probes = {p["name"]: p for p in report["results"]["probes"]}
     assert (code, report["verdict"], report["findings"]) == (0, "pass", [])
     assert set(report) == {
-        "schema", "command", "verdict", "exit_code", "subject", "findings", "results", "environment",
-    }  # fmt: skip
+        "schema",
+        "command",
+        "verdict",
+        "exit_code",
+        "subject",
+        "findings",
+        "results",
+        "environment",
+    }
     assert {p["status"] for p in probes.values()} == {"run"}
     assert len(probes["france"]["samples"]) == 4
     for probe in probes.values():
@@ -142,7 +158,9 @@ def test_a_sane_server_passes_without_a_finding(capsys: pytest.CaptureFixture[st
     assert html.read_text().startswith("<!DOCTYPE html>")
 
 
-def test_a_looping_server_fails_and_its_speed_does_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_looping_server_fails_and_its_speed_does_not_count(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with answering(LOOP, finish_reason="length") as stub:
         code, report = check(capsys, stub.url)
     assert code == 1
@@ -165,7 +183,9 @@ def test_reasoning_that_never_ends_is_inconclusive(capsys: pytest.CaptureFixture
         code, report = check(capsys, stub.url, "--samples", "3", "--no-throughput")
     assert code == 3
     assert "coherence.truncated_reasoning" in ids(report)
-    assert {s["label"] for p in report["results"]["probes"] for s in p["samples"]} == {"truncated_reasoning"}
+    assert {s["label"] for p in report["results"]["probes"] for s in p["samples"]} == {
+        "truncated_reasoning"
+    }
 
 
 def test_neither_the_key_nor_a_folder_leaves_the_report(
@@ -173,7 +193,11 @@ def test_neither_the_key_nor_a_folder_leaves_the_report(
 ) -> None:
     monkeypatch.setenv("STUB_KEY", "sk-hidden-0123456789")
     files = [tmp_path / name for name in ("r.html", "r.xml", "r.md")]
-    outputs = [x for o, f in zip(("--html", "--junit", "--markdown"), files, strict=True) for x in (o, str(f))]
+    outputs = [
+        x
+        for o, f in zip(("--html", "--junit", "--markdown"), files, strict=True)
+        for x in (o, str(f))
+    ]
 
     def repeats_the_key(e: Exchange) -> None:
         if e.body.get("tools"):
@@ -193,7 +217,9 @@ def test_neither_the_key_nor_a_folder_leaves_the_report(
     assert str(tmp_path) not in json.dumps(report)
 
 
-def test_a_bug_is_one_line_and_exit_70(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_one_line_and_exit_70(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("two\nlines")
 
@@ -206,7 +232,9 @@ def test_a_bug_is_one_line_and_exit_70(capsys: pytest.CaptureFixture[str], monke
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")], ids=["host", "GPU"]
+    "error",
+    [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")],
+    ids=["host", "GPU"],
 )
 def test_memory_that_runs_out_is_no_bug(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -236,7 +264,9 @@ def test_a_cache_that_cannot_be_made_is_named(
 def test_the_demo_asks_for_its_packages_before_it_fetches_anything(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("assay.demo.run.find_spec", lambda name: None if name == "gguf" else object())
+    monkeypatch.setattr(
+        "assay.demo.run.find_spec", lambda name: None if name == "gguf" else object()
+    )
     monkeypatch.setattr("assay.demo.vllm_python", lambda _: pytest.fail("it began to install"))
     code, report = run(capsys, "demo")
     assert code == 2
@@ -248,7 +278,9 @@ def test_a_standard_stream_that_is_closed_is_no_bug(tmp_path: Path, closed: str)
     text = tmp_path / "text.txt"
     text.write_text(PROSE)
     for more in ("", " --json"):
-        command = f"{shlex.quote(sys.executable)} -m assay grade {shlex.quote(str(text))}{more} {closed}"
+        command = (
+            f"{shlex.quote(sys.executable)} -m assay grade {shlex.quote(str(text))}{more} {closed}"
+        )
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
 

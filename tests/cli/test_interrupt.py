@@ -32,7 +32,18 @@ class Stuck:
 
 def interrupted(stub: StubServer, behaviour: Stuck, sign: int) -> tuple[int, str, float]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "assay", "check", stub.url, "--json", "--parallel", "1", "--samples", "2"],
+        [
+            sys.executable,
+            "-m",
+            "assay",
+            "check",
+            stub.url,
+            "--json",
+            "--parallel",
+            "1",
+            "--samples",
+            "2",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM while a real model is scored: exit 130, what there is is shown, and the same command goes on from there."""
+"""Ctrl-C and SIGTERM while a real model is scored: exit 130, what there is is shown, and the same
+command goes on from there.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Run(NamedTuple):
     def said(self) -> str:
         """Exit code, report and standard error, for the message of a test that fails."""
         self.out.seek(0), self.err.seek(0)
-        return f"exit code {self.process.poll()}\n{self.out.read()[:4000]}\n{self.err.read()[-4000:]}"
+        return (
+            f"exit code {self.process.poll()}\n{self.out.read()[:4000]}\n{self.err.read()[-4000:]}"
+        )
 
     def report(self) -> dict[str, Any]:
         self.out.seek(0)
@@ -54,12 +58,16 @@ def started(cache: Path, *words: str, threads: int = 0) -> Iterator[Run]:
             process.wait()
 
 
-def interrupted(cache: Path, stop: Stop, sign: signal.Signals, *words: str, threads: int = 0) -> dict[str, Any]:
+def interrupted(
+    cache: Path, stop: Stop, sign: signal.Signals, *words: str, threads: int = 0
+) -> dict[str, Any]:
     """The report of a run that gets a signal as soon as `stop` says so of its cache."""
     with started(cache, *words, threads=threads) as run:
         until = time.monotonic() + LIMIT
         while not stop(cache):
-            assert run.process.poll() is None, f"it ended before it could be interrupted: {run.said()}"
+            assert run.process.poll() is None, (
+                f"it ended before it could be interrupted: {run.said()}"
+            )
             assert time.monotonic() < until, f"it never came to that point: {run.said()}"
             time.sleep(0.02)
         run.process.send_signal(sign)
@@ -79,7 +87,9 @@ def whole(cache: Path, *words: str) -> dict[str, Any]:
 
 
 def kept(cache: Path, folder: str = "") -> dict[str, int]:
-    """Every file of a folder of the cache with its number in the file system, which is another once it is written anew."""
+    """Every file of a folder of the cache with its number in the file system, which is another once
+    it is written anew.
+    """
     files = (p for p in (cache / folder).rglob("*") if p.is_file() and not p.name.startswith("."))
     return {str(p): p.stat().st_ino for p in files}
 
@@ -89,7 +99,15 @@ def ids(body: dict[str, Any]) -> set[str]:
 
 
 def test_compare_while_it_scores_its_reference(tiny_llama: Path, tmp_path: Path) -> None:
-    words = ("compare", str(tiny_llama), f"hf:{tiny_llama}?dtype=float32", "--windows", "600", "--length", "1024")
+    words = (
+        "compare",
+        str(tiny_llama),
+        f"hf:{tiny_llama}?dtype=float32",
+        "--windows",
+        "600",
+        "--length",
+        "1024",
+    )
 
     def stored(cache: Path, count: int) -> bool:
         manifest = next(cache.glob("compare/*/reference/manifest.json"), None)
@@ -103,7 +121,9 @@ def test_compare_while_it_scores_its_reference(tiny_llama: Path, tmp_path: Path)
     assert f"{scored['reference']} of 600 passages are kept" in body["findings"][0]["title"]
     before = kept(tmp_path, "compare")
     more = scored["reference"] + 4
-    again = interrupted(tmp_path, lambda cache: stored(cache, more), signal.SIGTERM, *words, threads=1)
+    again = interrupted(
+        tmp_path, lambda cache: stored(cache, more), signal.SIGTERM, *words, threads=1
+    )
     assert again["results"]["scored"]["reference"] >= more
     after = kept(tmp_path, "compare")
     states = {path: number for path, number in before.items() if "states" in path}
@@ -112,30 +132,68 @@ def test_compare_while_it_scores_its_reference(tiny_llama: Path, tmp_path: Path)
 
 def test_compare_while_it_scores_its_candidate(tiny_llama: Path, tmp_path: Path) -> None:
     coarse = f"hf:{tiny_llama}?weights=int(bits=8)"
-    words = ("compare", str(tiny_llama), coarse, "--windows", "64", "--length", "128", "--batch", "4", "--no-floors")
-    body = interrupted(tmp_path, lambda cache: len(kept(cache, "compare")) > 70 + 4, signal.SIGINT, *words)
+    words = (
+        "compare",
+        str(tiny_llama),
+        coarse,
+        "--windows",
+        "64",
+        "--length",
+        "128",
+        "--batch",
+        "4",
+        "--no-floors",
+    )
+    body = interrupted(
+        tmp_path, lambda cache: len(kept(cache, "compare")) > 70 + 4, signal.SIGINT, *words
+    )
     assert "fidelity.interrupted" in ids(body)
     (candidate,) = body["results"]["candidates"]
     assert 12 <= candidate["windows"] < 64 and candidate["kld"]["lo"] is not None
     before = {p: n for p, n in kept(tmp_path, "compare").items() if "candidate-00" in p}
-    again = interrupted(tmp_path, lambda cache: len(kept(cache, "compare")) > 72 + len(before), signal.SIGINT, *words)
+    again = interrupted(
+        tmp_path,
+        lambda cache: len(kept(cache, "compare")) > 72 + len(before),
+        signal.SIGINT,
+        *words,
+    )
     assert again["results"]["windows"] > candidate["windows"]
     assert before.items() <= kept(tmp_path, "compare").items()
 
 
 def test_gap_shows_what_it_has_and_goes_on(tiny_llama: Path, tmp_path: Path) -> None:
     words = (
-        "gap", str(tiny_llama), f"hf:{tiny_llama}?weights=int(bits=8)", "--codec", "fp8", "--phases", "2",
-        "--windows", "8", "--fresh", "0", "--length", "128",
-    )  # fmt: skip
-    body = interrupted(tmp_path, lambda cache: len(kept(cache, "measured")) >= 4, signal.SIGTERM, *words)
+        "gap",
+        str(tiny_llama),
+        f"hf:{tiny_llama}?weights=int(bits=8)",
+        "--codec",
+        "fp8",
+        "--phases",
+        "2",
+        "--windows",
+        "8",
+        "--fresh",
+        "0",
+        "--length",
+        "128",
+    )
+    body = interrupted(
+        tmp_path, lambda cache: len(kept(cache, "measured")) >= 4, signal.SIGTERM, *words
+    )
     assert "gap.interrupted" in ids(body)
     # At least a run of its own, or the first windows of one, each with an interval.
-    assert all(row["kl"]["lo"] <= row["kl"]["value"] for row in body["results"]["measured"].values())
+    assert all(
+        row["kl"]["lo"] <= row["kl"]["value"] for row in body["results"]["measured"].values()
+    )
     assert body["results"]["measured"]
     before = kept(tmp_path, "measured")
     done = whole(tmp_path, *words)
-    assert [b["name"] for b in done["results"]["buckets"]] == ["engine", "codec", "interaction", "harness"]
+    assert [b["name"] for b in done["results"]["buckets"]] == [
+        "engine",
+        "codec",
+        "interaction",
+        "harness",
+    ]
     after = kept(tmp_path, "measured")
     # What is told of a run is written again with every piece of it; what was scored is not.
     scored = {
@@ -153,9 +211,14 @@ def test_sweep_in_its_second_row(tiny_llama: Path, tmp_path: Path) -> None:
         "--windows", "24", "--length", "256", "--batch", "4",
     )  # fmt: skip
     first = 6 + 1  # batches of the first row, and what took part in it
-    body = interrupted(tmp_path, lambda cache: len(kept(cache, "measured")) >= first + 2, signal.SIGINT, *words)
+    body = interrupted(
+        tmp_path, lambda cache: len(kept(cache, "measured")) >= first + 2, signal.SIGINT, *words
+    )
     whole_row, cut = body["results"]["rows"]
-    assert (whole_row["codec"], whole_row["windows"]) == ("fp8", 24) and "interrupted" not in whole_row
+    assert (whole_row["codec"], whole_row["windows"]) == (
+        "fp8",
+        24,
+    ) and "interrupted" not in whole_row
     assert cut["interrupted"] and 4 <= cut["windows"] < 24
     assert "kv.interrupted" in ids(body)
     before = kept(tmp_path)

@@ -14,11 +14,27 @@ from assay.cli.main import VERBS, invoke
 from assay.cli.verb import AREAS, Group, Verb
 from assay.options import declared_options
 
-ORDER = ["check", "watch", "grade", "verify", "spec", "compare", "reference", "rerun", "kv", "gap", "demo"]
+ORDER = [
+    "check",
+    "watch",
+    "grade",
+    "verify",
+    "spec",
+    "compare",
+    "reference",
+    "rerun",
+    "kv",
+    "gap",
+    "demo",
+]
 
 
 def commands() -> list[Verb]:
-    return [v for verb in VERBS.values() for v in (verb.verbs.values() if isinstance(verb, Group) else [verb])]
+    return [
+        v
+        for verb in VERBS.values()
+        for v in (verb.verbs.values() if isinstance(verb, Group) else [verb])
+    ]
 
 
 def test_help_shows_whole_sentences_in_the_order_of_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +53,9 @@ def test_help_shows_whole_sentences_in_the_order_of_use(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("verb", commands(), ids=lambda verb: verb.name)
-def test_every_verb_has_help_that_names_all_its_options(verb: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_has_help_that_names_all_its_options(
+    verb: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert verb.name.partition(" ")[0] in AREAS
     assert invoke([*verb.name.split(), "--help"]) == 0
     shown = capsys.readouterr().out
@@ -47,13 +65,22 @@ def test_every_verb_has_help_that_names_all_its_options(verb: Verb, capsys: pyte
         assert [o.flag for o in options if o.listed and f"--{o.flag}" not in shown] == []
         assert [o.name for o in options if o.listed and not o.help] == []
         own = getattr(sys.modules[module], name)
-        assert own.VERB in (verb.name, "assay") and own.AREA in (AREAS[verb.name.partition(" ")[0]], "server")
+        assert own.VERB in (verb.name, "assay") and own.AREA in (
+            AREAS[verb.name.partition(" ")[0]],
+            "server",
+        )
     assert "-v" in shown and "\nOutput:" in shown
 
 
 def test_help_of_a_codec_command_loads_no_torch() -> None:
-    program = "import sys; from assay.cli.main import invoke; invoke(['kv', 'eval', '--help']); invoke(['gap', '--help']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+    program = (
+        "import sys; from assay.cli.main import invoke; invoke(['kv', 'eval', '--help']);"
+        " invoke(['gap', '--help']); sys.exit('torch' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,9 +93,17 @@ def test_help_of_a_codec_command_loads_no_torch() -> None:
     ],
 )
 def test_the_shell_completes(typed: str, found: str) -> None:
-    environment = {"_ASSAY_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    environment = {
+        "_ASSAY_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(typed.count(" ")),
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "assay"], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "assay"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout.split() == [found]
 
@@ -77,7 +112,11 @@ def test_completion_is_installed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "assay", "--install-completion", "bash"],
         # The shell is named, not looked for among the parents of this process.
-        env={**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+        env={
+            **os.environ,
+            "HOME": str(tmp_path),
+            "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -93,22 +132,32 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_json_into_a_file_leaves_the_console(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_into_a_file_leaves_the_console(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert invoke(["verify", ".", "--json", "out.json"]) == 2
     assert capsys.readouterr().out.startswith("ERROR  assay verify")
     assert json.loads((text / "out.json").read_text())["command"] == "verify"
     for arguments in (["--json=graded.json"], ["--json", "graded.json"], ["--json", "fresh.json"]):
         assert invoke(["grade", "a.txt", *arguments]) == 0
         assert "PASS" in capsys.readouterr().out
-        assert json.loads((text / arguments[-1].removeprefix("--json=")).read_text())["verdict"] == "pass"
+        assert (
+            json.loads((text / arguments[-1].removeprefix("--json=")).read_text())["verdict"]
+            == "pass"
+        )
     assert invoke(["verify", "--nonsense", "--json", "usage.json"]) == 2
     assert json.loads((text / "usage.json").read_text())["findings"][0]["id"] == "checkpoint.usage"
     assert invoke(["verify", ".", "--json", "no/folder/out.json"]) == 2
     assert "its folder does not exist" in capsys.readouterr().out
 
 
-def test_json_alone_prints_it_wherever_it_stands(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = {"object": "chat.completion", "choices": [{"message": {"content": "Paris."}, "finish_reason": "stop"}]}
+def test_json_alone_prints_it_wherever_it_stands(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = {
+        "object": "chat.completion",
+        "choices": [{"message": {"content": "Paris."}, "finish_reason": "stop"}],
+    }
     (text / "answer.json").write_text(json.dumps(answer))
     for arguments in (
         ["grade", "--json", "answer.json"],
@@ -142,7 +191,9 @@ def test_the_end_of_a_command_does_not_wait_for_answers_that_nobody_will_read() 
         "def left(_): f.ThreadPoolExecutor(1).submit(time.sleep, 600); print('done'); return 3\n"
         "m.invoke = left; m.main([])"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert (ended.returncode, ended.stdout) == (3, "done\n")
 
 
@@ -159,5 +210,7 @@ def invoke(words):
 main.invoke = invoke
 main.main([])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (3, "told\n", "")

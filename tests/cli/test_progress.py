@@ -56,8 +56,13 @@ def test_work_of_unknown_size_is_counted(clock):
         bar.update(description="megabytes", total=20)
         bar.note("halfway\x1b[2J")
     assert stream.getvalue().splitlines() == [
-        "bytes …", "bytes: 5", "bytes: 10", "bytes: 15", "halfway⟨ESC⟩[2J", "megabytes: 15 of 20 in 30 s",
-    ]  # fmt: skip
+        "bytes …",
+        "bytes: 5",
+        "bytes: 10",
+        "bytes: 15",
+        "halfway⟨ESC⟩[2J",
+        "megabytes: 15 of 20 in 30 s",
+    ]
 
 
 def test_steps_that_an_earlier_run_kept_say_nothing_of_the_speed(clock):
@@ -137,7 +142,9 @@ def test_a_log_that_went_away_does_not_stop_the_work():
 def test_threads_lose_no_step():
     stream = io.StringIO()
     with progress(4000, "steps", file=stream) as bar:
-        threads = [threading.Thread(target=lambda: [bar.advance() for _ in range(1000)]) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda: [bar.advance() for _ in range(1000)]) for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

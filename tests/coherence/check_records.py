@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from assay.coherence.record import AnswerCheck, CheckRecord, PassageScore, ProbeResult, Sample, TimedText
+from assay.coherence.record import (
+    AnswerCheck,
+    CheckRecord,
+    PassageScore,
+    ProbeResult,
+    Sample,
+    TimedText,
+)
 
-TEXT = "The old mill stood by the river, and nobody had lived there since the winter of the great flood."
+TEXT = (
+    "The old mill stood by the river, and nobody had lived there since the winter of the great"
+    " flood."
+)
 
 
 def sample(label: str = "ok", kind: str | None = None, **fields: object) -> Sample:
@@ -31,16 +41,23 @@ def samples(ok: int = 0, loops: int = 0, floods: int = 0, empty: int = 0) -> lis
         *[sample()] * ok,
         *[sample("degenerate", "sentence_loop", onset_char=700)] * loops,
         *[sample("degenerate", "single_char_flood")] * floods,
-        *[sample("empty", "no_text", text_chars=0, completion_tokens=200, finish_reason="length")] * empty,
+        *[sample("empty", "no_text", text_chars=0, completion_tokens=200, finish_reason="length")]
+        * empty,
     ]
 
 
-def passages(loss: float = 0.0, deep_loss: float = 0.0, base: float = 0.9) -> tuple[PassageScore, ...]:
-    """Twelve texts of 500 bytes near the start and eight at depth; texts differ, losses (bits per byte) hardly do."""
+def passages(
+    loss: float = 0.0, deep_loss: float = 0.0, base: float = 0.9
+) -> tuple[PassageScore, ...]:
+    """Twelve texts of 500 bytes near the start and eight at depth; texts differ, losses (bits per
+    byte) hardly do.
+    """
     nats_per_bit = 0.6931471805599453 * 500
 
     def score(index: int, depth: int, bits: float) -> PassageScore:
-        return PassageScore(f"p{index:02d}", depth, (bits + 0.001 * (index % 3)) * nats_per_bit, 500)
+        return PassageScore(
+            f"p{index:02d}", depth, (bits + 0.001 * (index % 3)) * nats_per_bit, 500
+        )
 
     return (
         *(score(i, 0, base + 0.05 * i + loss) for i in range(12)),
@@ -52,10 +69,20 @@ def passages(loss: float = 0.0, deep_loss: float = 0.0, base: float = 0.9) -> tu
 def timed(label: str = "ok") -> TimedText:
     bad = label != "ok"
     return TimedText(
-        label=label, kind="sentence_loop" if bad else None, onset_char=20 if bad else None, text_head=TEXT,
-        text_chars=600, coherent_chars=150 if bad else 600, prompt_tokens=30, completion_tokens=150, ttft_s=0.1,
-        e2e_s=5.1, itl_s=5 / 149, decode_tokens_per_s=149 / 5, round=1,
-    )  # fmt: skip
+        label=label,
+        kind="sentence_loop" if bad else None,
+        onset_char=20 if bad else None,
+        text_head=TEXT,
+        text_chars=600,
+        coherent_chars=150 if bad else 600,
+        prompt_tokens=30,
+        completion_tokens=150,
+        ttft_s=0.1,
+        e2e_s=5.1,
+        itl_s=5 / 149,
+        decode_tokens_per_s=149 / 5,
+        round=1,
+    )
 
 
 def record(

@@ -43,7 +43,9 @@ def test_a_whole_server_is_not_accused_and_its_speed_counts(whole: Report) -> No
     assert 0.5 < report.results["bits_per_byte"]["mean"] < 1.5
 
 
-def test_a_broken_server_fails_and_its_speed_does_not_count(vllm_broken: Server, whole: Report, tmp_path: Path) -> None:
+def test_a_broken_server_fails_and_its_speed_does_not_count(
+    vllm_broken: Server, whole: Report, tmp_path: Path
+) -> None:
     earlier = tmp_path / "whole.json"
     earlier.write_text(json.dumps(whole.to_json()), encoding="utf-8")
     report = run_check(vllm_broken.url, CheckOptions(**PLAN, reference=earlier))
@@ -55,13 +57,19 @@ def test_a_broken_server_fails_and_its_speed_does_not_count(vllm_broken: Server,
     alone = run_check(vllm_broken.url, CheckOptions())
     took = alone.results["time"]["stages_s"]
     assert alone.verdict is Verdict.FAIL and "certain" in alone.results["time"]["stopped"]
-    assert next(iter(took)) == "first answers" and set(took) <= {"first answers", "short texts", "long texts"}
+    assert next(iter(took)) == "first answers" and set(took) <= {
+        "first answers",
+        "short texts",
+        "long texts",
+    }
     if os.getloadavg()[0] < 4:
         assert alone.results["time"]["seconds"] < 30
 
 
 def test_a_server_of_another_kind_gets_a_verdict(transformers_server: Server) -> None:
-    options = CheckOptions(samples=1, repeats=3, only=("france",), throughput=False, model=transformers_server.model)
+    options = CheckOptions(
+        samples=1, repeats=3, only=("france",), throughput=False, model=transformers_server.model
+    )
     report = run_check(transformers_server.url, options)
     assert report.verdict in (Verdict.PASS, Verdict.INCONCLUSIVE)
     assert report.subject["server"]["kind"] == "transformers"

@@ -37,7 +37,9 @@ def bad(kind: str, onset: int, **fields: object) -> list[Sample]:
         ("sentence_loop", 100, {}, "the model itself"),
     ],
 )
-def test_the_likeliest_cause_comes_first(kind: str, onset: int, subject: dict[str, str], first: str) -> None:
+def test_the_likeliest_cause_comes_first(
+    kind: str, onset: int, subject: dict[str, str], first: str
+) -> None:
     assert causes_of(record(bad(kind, onset)), **subject)[0].startswith(first)
 
 
@@ -65,7 +67,9 @@ def test_billed_and_never_received_points_to_a_parser() -> None:
     assert any("parser" in cause for cause in causes_of(record([empty] * 41)))
 
 
-@pytest.mark.parametrize(("name", "cause"), [("burst", "batching"), ("second_turn", "prefix cache")])
+@pytest.mark.parametrize(
+    ("name", "cause"), [("burst", "batching"), ("second_turn", "prefix cache")]
+)
 def test_one_probe_alone_points_to_what_only_it_does(name: str, cause: str) -> None:
     measured = CheckRecord(
         probes=(
@@ -95,7 +99,9 @@ def test_a_finding_that_knows_its_causes_keeps_them() -> None:
 
 
 def test_a_failing_finding_says_what_to_run_next() -> None:
-    (found,) = [f for f in findings(record(samples(floods=41))) if f.id == "coherence.degenerate"][:1]
+    (found,) = [f for f in findings(record(samples(floods=41))) if f.id == "coherence.degenerate"][
+        :1
+    ]
     assert any(r.startswith("assay verify") for r in found.remedies)
     assert rollback_command(Subject(model="org/name")) in found.remedies
     assert found.evidence["finish_reasons"] == {"stop": 41}

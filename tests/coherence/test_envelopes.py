@@ -21,7 +21,9 @@ WORDS = [w + " " for w in GOOD.split()]
 
 
 def sse(*events: Any, done: bool = True) -> str:
-    return "".join(f"data: {json.dumps(e)}\n\n" for e in events) + ("data: [DONE]\n\n" if done else "")
+    return "".join(f"data: {json.dumps(e)}\n\n" for e in events) + (
+        "data: [DONE]\n\n" if done else ""
+    )
 
 
 def lines(*values: Any) -> str:
@@ -33,7 +35,9 @@ def parts(*pairs: tuple[str, Any]) -> str:
     return "".join(f"{code}:{json.dumps(value)}\n" for code, value in pairs)
 
 
-def chunk(delta: dict[str, Any], finish: str | None = None, index: int = 0, id: str = "a") -> dict[str, Any]:
+def chunk(
+    delta: dict[str, Any], finish: str | None = None, index: int = 0, id: str = "a"
+) -> dict[str, Any]:
     return {
         "id": id,
         "object": "chat.completion.chunk",
@@ -41,20 +45,41 @@ def chunk(delta: dict[str, Any], finish: str | None = None, index: int = 0, id: 
     }
 
 
-def chat_stream(text: str, field: str = "content", finish: str = "stop", id: str = "a") -> list[dict[str, Any]]:
+def chat_stream(
+    text: str, field: str = "content", finish: str = "stop", id: str = "a"
+) -> list[dict[str, Any]]:
     pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
-    return [chunk({"role": "assistant"}, id=id), *(chunk({field: p}, id=id) for p in pieces), chunk({}, finish, id=id)]
+    return [
+        chunk({"role": "assistant"}, id=id),
+        *(chunk({field: p}, id=id) for p in pieces),
+        chunk({}, finish, id=id),
+    ]
 
 
 def anthropic_stream(text: str) -> str:
     events: list[dict[str, Any]] = [
         {"type": "message_start", "message": {"id": "m", "type": "message", "content": []}},
-        {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking", "thinking": ""}},
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm."}},
+        {
+            "type": "content_block_start",
+            "index": 0,
+            "content_block": {"type": "thinking", "thinking": ""},
+        },
+        {
+            "type": "content_block_delta",
+            "index": 0,
+            "delta": {"type": "thinking_delta", "thinking": "Hm."},
+        },
         {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
         {"type": "ping"},
-        *({"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": c}} for c in text),
-        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 9}},
+        *(
+            {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": c}}
+            for c in text
+        ),
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "end_turn"},
+            "usage": {"output_tokens": 9},
+        },
         {"type": "message_stop"},
     ]
     return "".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events)
@@ -62,8 +87,14 @@ def anthropic_stream(text: str) -> str:
 
 def responses_stream(text: str) -> list[dict[str, Any]]:
     return [
-        {"type": "response.created", "response": {"id": "r", "status": "in_progress", "output": []}},
-        {"type": "response.output_item.added", "item": {"id": "i", "type": "message", "content": []}},
+        {
+            "type": "response.created",
+            "response": {"id": "r", "status": "in_progress", "output": []},
+        },
+        {
+            "type": "response.output_item.added",
+            "item": {"id": "i", "type": "message", "content": []},
+        },
         *({"type": "response.output_text.delta", "item_id": "i", "delta": c} for c in text),
     ]
 
@@ -163,7 +194,11 @@ def test_every_form_is_unpacked_and_graded(tmp_path: Path, form: str) -> None:
     for text, label in ((GOOD, "ok"), (FLOOD, "degenerate"), ("", "empty")):
         api, written = forms(text)[form]
         found = unpack(written)
-        assert found is not None and (found.api, found.reason, found.partial) == (api, None, False), found
+        assert found is not None and (found.api, found.reason, found.partial) == (
+            api,
+            None,
+            False,
+        ), found
         assert "".join(found.answers[0].content) == text
         path = tmp_path / "out"
         path.write_text(written)
@@ -218,7 +253,9 @@ def test_bodies_under_one_id_are_answers_of_their_own() -> None:
         "object": "chat.completion",
         "choices": [{"message": {"content": GOOD}, "finish_reason": "stop"}],
     }
-    found = unpack(lines(body, {**body, "choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}))
+    found = unpack(
+        lines(body, {**body, "choices": [{"message": {"content": ""}, "finish_reason": "stop"}]})
+    )
     assert found is not None and ["".join(a.content) for a in found.answers] == [GOOD, ""]
 
 
@@ -240,7 +277,10 @@ def test_a_refusal_is_the_text_and_tool_calls_are_put_together(tmp_path: Path) -
         json.dumps(
             {
                 "choices": [
-                    {"message": {"content": None, "refusal": "I cannot help with that."}, "finish_reason": "stop"}
+                    {
+                        "message": {"content": None, "refusal": "I cannot help with that."},
+                        "finish_reason": "stop",
+                    }
                 ]
             }
         )
@@ -248,7 +288,9 @@ def test_a_refusal_is_the_text_and_tool_calls_are_put_together(tmp_path: Path) -
     assert grade_file(str(path)).grade.label == "ok"
     pieces = ['{"text": "', *["la la di "] * 80, '"}']
     deltas = [{"tool_calls": [{"index": 0, "function": {"arguments": piece}}]} for piece in pieces]
-    start = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "write", "arguments": ""}}]}
+    start = {
+        "tool_calls": [{"index": 0, "id": "c", "function": {"name": "write", "arguments": ""}}]
+    }
     path.write_text(sse(chunk(start), *map(chunk, deltas), chunk({}, "tool_calls")))
     result = grade_file(str(path)).grade
     assert (result.label, result.part) == ("degenerate", "tool_calls")
@@ -259,7 +301,9 @@ def test_a_refusal_is_the_text_and_tool_calls_are_put_together(tmp_path: Path) -
                     {
                         "message": {
                             "content": None,
-                            "tool_calls": [{"function": {"name": "f", "arguments": '{"city": "Os'}}],
+                            "tool_calls": [
+                                {"function": {"name": "f", "arguments": '{"city": "Os'}}
+                            ],
                         },
                         "finish_reason": "tool_calls",
                     }
@@ -273,9 +317,13 @@ def test_a_refusal_is_the_text_and_tool_calls_are_put_together(tmp_path: Path) -
 ERRORS = {
     "openai": '{"error": {"message": "model overloaded", "type": "server_error", "code": 503}}',
     "ollama": '{"error": "model overloaded"}',
-    "vllm": '{"object": "error", "message": "model overloaded", "type": "BadRequestError", "code": 400}',
+    "vllm": (
+        '{"object": "error", "message": "model overloaded", "type": "BadRequestError", "code": 400}'
+    ),
     "fastapi": '{"detail": "model overloaded"}',
-    "anthropic": '{"type": "error", "error": {"type": "overloaded_error", "message": "model overloaded"}}',
+    "anthropic": (
+        '{"type": "error", "error": {"type": "overloaded_error", "message": "model overloaded"}}'
+    ),
     "gateway": '{"message": "Service Unavailable: model overloaded"}',
     "problem": '{"type": "about:blank", "title": "model overloaded", "status": 503}',
     "llama": '{"code": 503, "message": "model overloaded", "type": "unavailable_error"}',
@@ -288,7 +336,9 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("body", ERRORS.values(), ids=ERRORS)
-def test_an_error_body_is_not_examined_and_its_message_is_quoted(tmp_path: Path, capsys, body: str) -> None:
+def test_an_error_body_is_not_examined_and_its_message_is_quoted(
+    tmp_path: Path, capsys, body: str
+) -> None:
     path = tmp_path / "out"
     path.write_text(body)
     assert invoke(["grade", str(path), "--json"]) == 3
@@ -301,14 +351,22 @@ def test_an_error_body_is_not_examined_and_its_message_is_quoted(tmp_path: Path,
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
-        ('{"usage": {"prompt_tokens": 3, "completion_tokens": 8}, "result_ref": "s3"}', "unknown_envelope"),
-        ('{"output_ids": [1, 2], "meta_info": {"finish_reason": {"type": "stop"}}}', "unknown_envelope"),
+        (
+            '{"usage": {"prompt_tokens": 3, "completion_tokens": 8}, "result_ref": "s3"}',
+            "unknown_envelope",
+        ),
+        (
+            '{"output_ids": [1, 2], "meta_info": {"finish_reason": {"type": "stop"}}}',
+            "unknown_envelope",
+        ),
         (sse({"frame": 1}, {"frame": 2}), "unknown_envelope"),
         ('{"messages": [{"role": "user", "content": "Hi"}]}', "no_answer"),
         (sse(chunk({"role": "assistant"}), done=False), "stream_cut"),
     ],
 )
-def test_what_is_not_understood_is_not_examined(tmp_path: Path, capsys, body: str, kind: str) -> None:
+def test_what_is_not_understood_is_not_examined(
+    tmp_path: Path, capsys, body: str, kind: str
+) -> None:
     path = tmp_path / "out"
     path.write_text(body)
     assert invoke(["grade", str(path)]) == 3
@@ -368,7 +426,13 @@ def test_a_stream_that_breaks_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 def test_a_body_that_breaks_off(tmp_path: Path, share: float) -> None:
     path = tmp_path / "out"
-    body = json.dumps({"choices": [{"message": {"content": "A line.\n" + "é!" + "!" * 900}, "finish_reason": "stop"}]})
+    body = json.dumps(
+        {
+            "choices": [
+                {"message": {"content": "A line.\n" + "é!" + "!" * 900}, "finish_reason": "stop"}
+            ]
+        }
+    )
     path.write_text(body[: int(share * len(body))])
     assert "breaks off" in part(path) and grade_file(str(path)).grade.kind == "single_char_flood"
 
@@ -376,7 +440,11 @@ def test_a_body_that_breaks_off(tmp_path: Path, share: float) -> None:
 def test_interleaved_streams_are_told_apart_by_their_ids(tmp_path: Path) -> None:
     path = tmp_path / "out"
     one, two = chat_stream(GOOD, id="one"), chat_stream(FLOOD, id="two")
-    mixed = [event for pair in zip(one, two, strict=False) for event in pair] + one[len(two) :] + two[len(one) :]
+    mixed = (
+        [event for pair in zip(one, two, strict=False) for event in pair]
+        + one[len(two) :]
+        + two[len(one) :]
+    )
     path.write_text(sse(*mixed))
     choices = dict(grade_file(str(path)).choices)
     assert [g.label for g in choices.values()] == ["ok", "degenerate"]
@@ -402,19 +470,26 @@ def test_events_out_of_order_and_lines_that_are_no_json(tmp_path: Path) -> None:
     events = chat_stream(GOOD)
     path.write_text(sse(events[-1], *events[:-1]))
     assert grade_file(str(path)).grade.label == "ok"
-    path.write_text(sse(*events, done=False).replace('data: {"id"', 'data: {"id', 1) + "curl: (18) transfer closed\n")
+    path.write_text(
+        sse(*events, done=False).replace('data: {"id"', 'data: {"id', 1)
+        + "curl: (18) transfer closed\n"
+    )
     assert "no whole JSON" in part(path) and grade_file(str(path)).grade.label == "ok"
 
 
 def test_an_error_in_the_middle_of_a_stream(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    path.write_text(sse(*chat_stream(GOOD)[:-3], {"error": {"message": "engine died", "code": 500}}))
+    path.write_text(
+        sse(*chat_stream(GOOD)[:-3], {"error": {"message": "engine died", "code": 500}})
+    )
     assert "engine died" in part(path) and grade_file(str(path)).grade.label == "ok"
 
 
 def test_nuls_and_broken_bytes_in_a_body(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    body = json.dumps({"choices": [{"message": {"content": GOOD + " caf@"}, "finish_reason": "stop"}]}).encode()
+    body = json.dumps(
+        {"choices": [{"message": {"content": GOOD + " caf@"}, "finish_reason": "stop"}]}
+    ).encode()
     path.write_bytes(bytes(4096) + body + bytes(7))
     assert "4,103 NUL bytes" in part(path) and grade_file(str(path)).grade.label == "ok"
     path.write_bytes(body.replace(b"@", b"\xe9"))
@@ -429,7 +504,9 @@ def test_a_large_body_is_bounded_and_says_what_was_left_out(tmp_path: Path, monk
     monkeypatch.setattr(grading, "MAX_CHARS", 50_000)
     path = tmp_path / "out"
     path.write_text(
-        json.dumps({"choices": [{"message": {"content": " ".join(WORDS) * 9000}, "finish_reason": "stop"}]})
+        json.dumps(
+            {"choices": [{"message": {"content": " ".join(WORDS) * 9000}, "finish_reason": "stop"}]}
+        )
     )
     title = part(path)
     assert "were read" in title and "50,000 of" in title
@@ -486,13 +563,17 @@ def token(number: int, text: str) -> dict[str, Any]:
 
 
 def test_streams_of_tgi_are_told_apart_by_their_numbers() -> None:
-    pairs = [t for i, word in enumerate(WORDS) for t in (token(i + 1, word), token(i + 1, word.upper()))]
+    pairs = [
+        t for i, word in enumerate(WORDS) for t in (token(i + 1, word), token(i + 1, word.upper()))
+    ]
     cut = unpack(sse(*pairs, done=False))
     assert cut is not None and cut.reason == "interleaved_streams"
     ends = [{**token(9, ""), "generated_text": text} for text in (GOOD, FLOOD)]
     whole = unpack(sse(*pairs, *ends, done=False))
     assert whole is not None and ["".join(a.content) for a in whole.answers] == [GOOD, FLOOD]
-    both = unpack(sse(*(token(i + 1, w) for _ in range(2) for i, w in enumerate(WORDS)), done=False))
+    both = unpack(
+        sse(*(token(i + 1, w) for _ in range(2) for i, w in enumerate(WORDS)), done=False)
+    )
     assert both is not None and both.reason is None and len(both.answers) == 2
 
 
@@ -500,7 +581,9 @@ def test_streams_of_the_ai_sdk_that_break_off_interleave_or_call_tools(tmp_path:
     begin, end = ("f", {"messageId": "m"}), ("e", {"finishReason": "stop", "isContinued": False})
     words = [("0", w) for w in WORDS]
     cut = unpack(parts(begin, *words)[:-4])
-    assert cut is not None and cut.partial and "".join(cut.answers[0].content).startswith("The mill")
+    assert (
+        cut is not None and cut.partial and "".join(cut.answers[0].content).startswith("The mill")
+    )
     two = unpack(parts(begin, ("f", {"messageId": "n"}), *words, *words, end, end))
     assert two is not None and two.reason == "interleaved_streams"
     call = ("9", {"toolCallId": "c", "toolName": "weather", "args": {"city": "Oslo"}})
@@ -527,7 +610,10 @@ def test_streams_of_the_ai_sdk_that_break_off_interleave_or_call_tools(tmp_path:
 def test_a_sample_without_text_is_said_beside_those_that_have_it(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text(
-        lines({"doc_id": 1, "doc": {}, "resps": [[GOOD]]}, {"doc_id": 2, "doc": {}, "resps": [[["-1", "False"]]]})
+        lines(
+            {"doc_id": 1, "doc": {}, "resps": [[GOOD]]},
+            {"doc_id": 2, "doc": {}, "resps": [[["-1", "False"]]]},
+        )
     )
     assert "1 of 2 JSON values hold no text" in part(path)
 

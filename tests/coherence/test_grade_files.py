@@ -25,7 +25,9 @@ def run(capsys: pytest.CaptureFixture[str], *paths: str) -> tuple[int, dict]:
 
 
 def completion(content: str | None, finish: str = "stop", **message: object) -> str:
-    return json.dumps({"choices": [{"finish_reason": finish, "message": {"content": content, **message}}]})
+    return json.dumps(
+        {"choices": [{"finish_reason": finish, "message": {"content": content, **message}}]}
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,13 +53,17 @@ def test_label_and_exit_code(tmp_path: Path, capsys, text: str, label: str, code
     (row,) = report["results"]["files"]
     assert (got, row["label"], row["path"]) == (code, label, str(path))
     assert (row["kind"] is None) == (row["onset_char"] is None) == (label == "ok")
-    assert row["coherent_chars"] >= 0 and report["exit_code"] == code and report["schema"] == "assay/1"
+    assert (
+        row["coherent_chars"] >= 0 and report["exit_code"] == code and report["schema"] == "assay/1"
+    )
 
 
 @pytest.mark.parametrize("kind", ["chat.completion", "text_completion", None])
 def test_a_response_without_a_choice_is_empty(tmp_path: Path, capsys, kind: str | None) -> None:
     path = tmp_path / "out.json"
-    path.write_text(json.dumps({"choices": [], **({"object": kind, "usage": None} if kind else {})}))
+    path.write_text(
+        json.dumps({"choices": [], **({"object": kind, "usage": None} if kind else {})})
+    )
     code, report = run(capsys, str(path))
     (row,) = report["results"]["files"]
     assert (code, row["label"], row["kind"]) == (1, "empty", "no_choices")
@@ -71,7 +77,10 @@ def test_every_file_is_reported_and_the_worst_decides(tmp_path: Path, capsys) ->
     (tmp_path / "bad").write_text(LOOP)
     missing, folder = str(tmp_path / "missing"), str(tmp_path)
     code, report = run(capsys, str(tmp_path / "good"), missing, folder, str(tmp_path / "cut"))
-    assert code == 2 and [r["label"] for r in report["results"]["files"]] == ["ok", "truncated_reasoning"]
+    assert code == 2 and [r["label"] for r in report["results"]["files"]] == [
+        "ok",
+        "truncated_reasoning",
+    ]
     titles = [f["title"] for f in report["findings"] if f["id"] == "coherence.unreadable"]
     assert len(titles) == 2 and all("\n" not in t for t in titles)
     code, _ = run(capsys, str(tmp_path / "bad"), missing)
@@ -89,7 +98,12 @@ def test_console_shows_the_text_around_the_onset(tmp_path: Path, capsys, monkeyp
 
 
 def test_several_choices_are_graded_and_the_worst_is_told(tmp_path: Path, capsys) -> None:
-    response = {"choices": [{"finish_reason": "stop", "text": GOOD}, {"finish_reason": "length", "text": LOOP}]}
+    response = {
+        "choices": [
+            {"finish_reason": "stop", "text": GOOD},
+            {"finish_reason": "length", "text": LOOP},
+        ]
+    }
     assert grade_completion(response).kind == "the_the_the"
     assert grade_completion({"choices": "ab"}).label == "not_examined"
     path = tmp_path / "two.json"
@@ -100,7 +114,9 @@ def test_several_choices_are_graded_and_the_worst_is_told(tmp_path: Path, capsys
     assert [c["label"] for c in row["choices"]] == ["ok", "degenerate"]
 
 
-def test_a_file_of_several_answers_says_which_one_decided_and_how_many_are_bad(tmp_path: Path, capsys) -> None:
+def test_a_file_of_several_answers_says_which_one_decided_and_how_many_are_bad(
+    tmp_path: Path, capsys
+) -> None:
     file = tmp_path / "answers.jsonl"
     answers = ["Paris is the capital of France.", "Paris is" + " the" * 60, ""]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in answers))
@@ -110,13 +126,22 @@ def test_a_file_of_several_answers_says_which_one_decided_and_how_many_are_bad(t
 
 
 def test_content_parts_and_odd_fields_are_read() -> None:
-    message = {"content": [{"type": "text", "text": GOOD}, {"type": "image"}], "tool_calls": "none", "reasoning": 3}
+    message = {
+        "content": [{"type": "text", "text": GOOD}, {"type": "image"}],
+        "tool_calls": "none",
+        "reasoning": 3,
+    }
     assert grade_completion({"choices": [{"message": message, "finish_reason": 7}]}).label == "ok"
 
 
 @pytest.mark.parametrize(
     ("data", "text"),
-    [(b"\xef\xbb\xbfHi", "Hi"), ("Grüße".encode("utf-16"), "Grüße"), (b"one\r\ntwo\r\n", "one\r\ntwo\r\n"), (b"", "")],
+    [
+        (b"\xef\xbb\xbfHi", "Hi"),
+        ("Grüße".encode("utf-16"), "Grüße"),
+        (b"one\r\ntwo\r\n", "one\r\ntwo\r\n"),
+        (b"", ""),
+    ],
 )
 def test_byte_order_marks_and_line_ends(data: bytes, text: str) -> None:
     assert decode(data, "x") == reading.Reading(text)
@@ -124,14 +149,19 @@ def test_byte_order_marks_and_line_ends(data: bytes, text: str) -> None:
 
 def test_invalid_bytes_are_counted_and_said(tmp_path: Path, capsys) -> None:
     path = tmp_path / "latin1.txt"
-    path.write_bytes(("Long ago " * 3 + "caf\xe9 and its friends, who met there once a week.").encode("latin-1") * 1)
+    path.write_bytes(
+        ("Long ago " * 3 + "caf\xe9 and its friends, who met there once a week.").encode("latin-1")
+        * 1
+    )
     read = read_text(str(path))
     assert read.invalid_bytes == 1 and read.first_invalid == 30
     code, report = run(capsys, str(path))
     assert code == 0 and [f["id"] for f in report["findings"]] == ["coherence.invalid_utf8"]
 
 
-@pytest.mark.parametrize("data", [bytes(1000), random.Random(0).randbytes(4000), b"\x7fELF" + bytes(200)])
+@pytest.mark.parametrize(
+    "data", [bytes(1000), random.Random(0).randbytes(4000), b"\x7fELF" + bytes(200)]
+)
 def test_binary_is_refused_in_one_line(tmp_path: Path, capsys, data: bytes) -> None:
     path = tmp_path / "b.bin"
     path.write_bytes(data)

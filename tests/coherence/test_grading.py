@@ -32,13 +32,18 @@ def test_flags_salads(make, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_salad_after_good_text_has_its_onset(seed: int) -> None:
-    good = GOOD_START * 1 + "She asked him where the boats had gone, but he only shook his head and went home. " * 1
+    good = (
+        GOOD_START * 1
+        + "She asked him where the boats had gone, but he only shook his head and went home. " * 1
+    )
     result = grade(good + soup(seed))
     assert result.label is Label.DEGENERATE
     assert abs(result.onset_char - len(good)) < 200
 
 
-@pytest.mark.parametrize(("tail", "tolerance"), [("!" * 80, 0), (" the" * 40, 1), ("of the sea " * 40, 1)])
+@pytest.mark.parametrize(
+    ("tail", "tolerance"), [("!" * 80, 0), (" the" * 40, 1), ("of the sea " * 40, 1)]
+)
 def test_onset_is_where_the_collapse_begins(tail: str, tolerance: int) -> None:
     result = grade(GOOD_START + tail)
     assert abs(result.onset_char - len(GOOD_START)) <= tolerance
@@ -98,15 +103,23 @@ def test_reasoning_that_is_cut() -> None:
 TEXT = st.one_of(
     st.text(),
     st.text(alphabet="ab \n*", max_size=400),
-    st.lists(st.sampled_from(["the ", "a ", "!", "\n", "<|im_end|>", "0", "\ufffd", "**:", "的", "x_", "foo. "])).map(
-        "".join
-    ),
+    st.lists(
+        st.sampled_from(
+            ["the ", "a ", "!", "\n", "<|im_end|>", "0", "\ufffd", "**:", "的", "x_", "foo. "]
+        )
+    ).map("".join),
 )
 
 
-@given(text=TEXT, reasoning=st.none() | st.text(), finish=st.sampled_from([None, "stop", "length", "odd"]))
+@given(
+    text=TEXT,
+    reasoning=st.none() | st.text(),
+    finish=st.sampled_from([None, "stop", "length", "odd"]),
+)
 @settings(deadline=None, max_examples=200)
-def test_never_raises_and_keeps_its_promises(text: str, reasoning: str | None, finish: str | None) -> None:
+def test_never_raises_and_keeps_its_promises(
+    text: str, reasoning: str | None, finish: str | None
+) -> None:
     result = grade(text, reasoning=reasoning, finish_reason=finish)
     total = len(text) + len(reasoning or "")
     assert 0 <= result.coherent_chars <= total
@@ -125,7 +138,19 @@ def test_lone_surrogates_are_graded(text: str, count: int) -> None:
 
 @pytest.mark.parametrize(
     "unit",
-    ["plain words of no great interest, said once ", "x", " ", "\n", "!a", "|-", "<pad>", "1,", "a_", "x'", "的字"],
+    [
+        "plain words of no great interest, said once ",
+        "x",
+        " ",
+        "\n",
+        "!a",
+        "|-",
+        "<pad>",
+        "1,",
+        "a_",
+        "x'",
+        "的字",
+    ],
 )
 def test_time_grows_with_length_and_not_faster(unit: str) -> None:
     def seconds(size: int) -> float:
@@ -163,6 +188,8 @@ def test_long_sane_text_stays_ok_and_a_salad_in_it_is_found() -> None:
 
     book = "\n\n".join(page for _, page in sorted(topics.items()))[:300_000]
     assert grade(book).label is Label.OK
-    result = grade(book[:100_000] + "\n" + " ".join(soup(s) for s in range(6)) + "\n" + book[100_000:200_000])
+    result = grade(
+        book[:100_000] + "\n" + " ".join(soup(s) for s in range(6)) + "\n" + book[100_000:200_000]
+    )
     assert result.label is Label.DEGENERATE
     assert 99_800 < result.onset_char < 101_500

@@ -1,4 +1,6 @@
-"""Identity and determinism: told apart what differs, left alone what is the same, and undecided in between."""
+"""Identity and determinism: told apart what differs, left alone what is the same, and undecided in
+between.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from hypothesis import strategies as st
 
 import assay
 from assay.coherence import identity
-from assay.coherence.identity import ALLOWED, Answer, Item, compare_prints, moved, part, read_print, take
+from assay.coherence.identity import (
+    ALLOWED,
+    Answer,
+    Item,
+    compare_prints,
+    moved,
+    part,
+    read_print,
+    take,
+)
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.scoring import TopToken, read_top
 from assay.errors import AssayError
@@ -27,9 +38,11 @@ from stub_server import MODEL, Exchange, StubServer, healthy, text
 
 @dataclass
 class lm(healthy):
-    """A stub whose next tokens and their probabilities are a function of the prompt, with `noise` of its logits.
+    """A stub whose next tokens and their probabilities are a function of the prompt, with `noise`
+    of its logits.
 
-    From `after` requests on an answer differs: by a token that was nearly as likely (`near`) or by one that was not.
+    From `after` requests on an answer differs: by a token that was nearly as likely (`near`) or by
+    one that was not.
     """
 
     noise: float = 0.0
@@ -45,7 +58,10 @@ class lm(healthy):
 
     def step(self, prompt: str, n: int) -> dict[str, float]:
         key = f"{prompt}|{n}"
-        rng, shake = random.Random(hashlib.sha256(key.encode()).digest()), random.Random(f"{self.salt}|{key}")
+        rng, shake = (
+            random.Random(hashlib.sha256(key.encode()).digest()),
+            random.Random(f"{self.salt}|{key}"),
+        )
         logits = [rng.gauss(0, 2) + shake.gauss(0, self.noise) for _ in range(6)]
         total = math.log(sum(map(math.exp, logits)))
         return {f" w{i}": x - total for i, x in enumerate(logits)}
@@ -75,10 +91,18 @@ class lm(healthy):
             tokens.append(ranked[0])
             values.append(step[ranked[0]])
             tops.append(dict(sorted(step.items(), key=lambda kv: -kv[1])[:5]))
-        choice: dict[str, Any] = {"index": 0, "text": "".join(made), "finish_reason": "length", "logprobs": None}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": "".join(made),
+            "finish_reason": "length",
+            "logprobs": None,
+        }
         if self.logprobs and e.body.get("logprobs"):
             choice["logprobs"] = {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops}
-        usage = {"prompt_tokens": len(e.body["prompt"].split()) + self.offset, "completion_tokens": len(made)}
+        usage = {
+            "prompt_tokens": len(e.body["prompt"].split()) + self.offset,
+            "completion_tokens": len(made),
+        }
         e.json({"id": "x", "choices": [choice], "usage": usage})
 
 
@@ -109,7 +133,11 @@ def reference() -> identity.Print:
 def test_the_same_model_is_the_same_and_the_reference_goes_through_a_file(
     reference: identity.Print, tmp_path: Path
 ) -> None:
-    assert reference.noise["moved"] == 0.0 and len(reference.items) == 12 and len(reference.items[0]) == 12
+    assert (
+        reference.noise["moved"] == 0.0
+        and len(reference.items) == 12
+        and len(reference.items[0]) == 12
+    )
     identity.write_print(reference, tmp_path / "r.json")
     assert read_print(tmp_path / "r.json") == reference
     answer = compare_prints(reference, taken())
@@ -118,27 +146,38 @@ def test_the_same_model_is_the_same_and_the_reference_goes_through_a_file(
 
 
 @pytest.mark.parametrize("noise, decision", [(0.3, "different"), (0.002, "same")])
-def test_a_change_of_the_logits_is_told_by_its_size(reference: identity.Print, noise: float, decision: str) -> None:
+def test_a_change_of_the_logits_is_told_by_its_size(
+    reference: identity.Print, noise: float, decision: str
+) -> None:
     assert compare_prints(reference, taken(noise=noise, salt="b")).decision == decision
 
 
 def test_a_difference_at_the_allowance_is_undecided(reference: identity.Print) -> None:
-    # Half of the prompts move by nothing, half by twice what is allowed: the mean lies at the allowance.
+    # Half of the prompts move by nothing, half by twice what is allowed: the mean lies at the
+    # allowance.
     shift = 2 * ALLOWED["moved"].same_engine
 
     def shifted(item: Item) -> Item:
         (a, p), (b, q), *rest = item.likely.items()
         p, q = math.exp(p), math.exp(q)
-        return replace(item, likely={a: math.log(p + shift), b: math.log(max(q - shift, 1e-9)), **dict(rest)})
+        return replace(
+            item, likely={a: math.log(p + shift), b: math.log(max(q - shift, 1e-9)), **dict(rest)}
+        )
 
-    items = tuple(tuple(shifted(i) if n % 2 else i for i in row) for n, row in enumerate(reference.items))
-    answer = compare_prints(replace(reference, strange=()), replace(reference, strange=(), items=items))
+    items = tuple(
+        tuple(shifted(i) if n % 2 else i for i in row) for n, row in enumerate(reference.items)
+    )
+    answer = compare_prints(
+        replace(reference, strange=()), replace(reference, strange=(), items=items)
+    )
     assert answer.decision == "undecided"
     assert identity.finding_of(answer).id == "coherence.identity_undecided"
     assert identity.VERDICTS[answer.decision] is Verdict.INCONCLUSIVE
 
 
-def test_another_tokenizer_is_another_model_and_a_start_token_is_not(reference: identity.Print) -> None:
+def test_another_tokenizer_is_another_model_and_a_start_token_is_not(
+    reference: identity.Print,
+) -> None:
     other = replace(reference, strange=((1, 2), *reference.strange[1:]))
     assert compare_prints(reference, other).decision == "different"
     a, b = replace(reference, strange=()), replace(taken(offset=1), strange=())
@@ -155,7 +194,10 @@ def test_without_probabilities_the_tokens_decide() -> None:
     other = compare_prints(a, taken(logprobs=False, scores=False, echo=False, noise=0.5, salt="q"))
     assert other.decision == "different"
     few = tuple(
-        tuple(replace(i, token="?") if (r, c) in ((0, 0), (3, 3), (5, 5)) else i for c, i in enumerate(row))
+        tuple(
+            replace(i, token="?") if (r, c) in ((0, 0), (3, 3), (5, 5)) else i
+            for c, i in enumerate(row)
+        )
         for r, row in enumerate(a.items)
     )
     assert compare_prints(a, replace(a, items=few)).decision == "undecided"
@@ -173,7 +215,10 @@ def test_the_false_rejections_stay_within_alpha(reference: identity.Print) -> No
     wrong = 0
     for _ in range(400):
         groups = [[rng.expovariate(1 / allowed) for _ in range(12)] for _ in range(12)]
-        wrong += identity._test("moved", groups, replace(reference, noise={}), reference, 1).decision == "different"
+        wrong += (
+            identity._test("moved", groups, replace(reference, noise={}), reference, 1).decision
+            == "different"
+        )
     assert wrong <= 400 * identity.ALPHA + 3 * math.sqrt(400 * identity.ALPHA)
 
 
@@ -196,12 +241,30 @@ LIKELY = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 1), min_size
 
 
 @given(LIKELY, LIKELY)
-def test_what_moved_is_a_distance_and_never_more_than_all(p: dict[str, float], q: dict[str, float]) -> None:
+def test_what_moved_is_a_distance_and_never_more_than_all(
+    p: dict[str, float], q: dict[str, float]
+) -> None:
     a, b = Item("a", 1, p), Item("a", 1, q)
-    assert moved(a, a) == 0.0 and moved(a, b) == pytest.approx(moved(b, a)) and 0 <= moved(a, b) <= 1 + 1e-9
+    assert (
+        moved(a, a) == 0.0
+        and moved(a, b) == pytest.approx(moved(b, a))
+        and 0 <= moved(a, b) <= 1 + 1e-9
+    )
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", "7", '{"format": "other"}', '{"format": "assay-identity/1"}', '{"command": "check"}', "{" * 10_000])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        "[]",
+        "7",
+        '{"format": "other"}',
+        '{"format": "assay-identity/1"}',
+        '{"command": "check"}',
+        "{" * 10_000,
+    ],
+)
 def test_a_reference_that_is_none_is_one_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "reference.json"
     path.write_text(content)
@@ -265,7 +328,11 @@ def measured(model: lm) -> identity.Determinism:
 def test_one_answer_each_is_deterministic() -> None:
     found = measured(lm())
     assert found.decision == "same" and found.verdict is Verdict.PASS
-    assert [(level.batch, level.asked, level.outputs) for level in found.levels] == [(1, 12, (1,) * 4), (8, 8, (1,) * 4), (44, 44, (1,) * 4)]  # fmt: skip
+    assert [(level.batch, level.asked, level.outputs) for level in found.levels] == [
+        (1, 12, (1,) * 4),
+        (8, 8, (1,) * 4),
+        (44, 44, (1,) * 4),
+    ]
     assert identity.findings_of(found) == ()
 
 
@@ -273,7 +340,9 @@ def test_a_close_call_is_rounding_and_a_clear_one_is_corruption() -> None:
     close = measured(lm(after=16))
     assert close.decision == "rounding" and close.verdict is Verdict.PASS
     assert close.levels[0].partings == () and len(close.levels[2].partings) == 44
-    assert {p.position for p in close.partings} == {3} and all(abs(p.gap or 9) < 0.02 for p in close.partings)
+    assert {p.position for p in close.partings} == {3} and all(
+        abs(p.gap or 9) < 0.02 for p in close.partings
+    )
     clear = measured(lm(after=30, near=False))
     assert clear.decision == "corruption" and clear.verdict is Verdict.FAIL
     (finding,) = identity.findings_of(clear)
@@ -299,11 +368,18 @@ def test_requests_that_fail_in_a_batch_are_told() -> None:
 
 def test_where_two_answers_part() -> None:
     def answer(*words: str, **likely: float) -> Answer:
-        return Answer("".join(words), tuple(TopToken(w, -0.5, {w: -0.5, "b": -0.6, "c": -3.0}) for w in words))
+        return Answer(
+            "".join(words), tuple(TopToken(w, -0.5, {w: -0.5, "b": -0.6, "c": -3.0}) for w in words)
+        )
 
     assert part(answer("x", "y"), answer("x", "y")) is None
     close = part(answer("x", "a", "z"), answer("x", "b", "q"))
-    assert close is not None and close.position == 1 and close.gap == pytest.approx(0.1) and close.why == "rounding"
+    assert (
+        close is not None
+        and close.position == 1
+        and close.gap == pytest.approx(0.1)
+        and close.why == "rounding"
+    )
     far = part(answer("x", "a"), answer("x", "unlisted"))
     assert far is not None and far.gap == pytest.approx(2.5) and far.why == "corruption"
     shorter = part(answer("x", "a"), answer("x"))
@@ -313,9 +389,33 @@ def test_where_two_answers_part() -> None:
 
 
 def test_tokens_are_read_in_both_shapes_and_damaged_ones_are_none() -> None:
-    chat = {"logprobs": {"content": [{"token": "a", "logprob": -0.1, "top_logprobs": [{"token": "a", "logprob": -0.1}, {"token": "b", "logprob": -2.5}]}]}}  # fmt: skip
-    plain = {"logprobs": {"tokens": ["a"], "token_logprobs": [-0.1], "top_logprobs": [{"a": -0.1, "b": -2.5}]}}
+    chat = {
+        "logprobs": {
+            "content": [
+                {
+                    "token": "a",
+                    "logprob": -0.1,
+                    "top_logprobs": [
+                        {"token": "a", "logprob": -0.1},
+                        {"token": "b", "logprob": -2.5},
+                    ],
+                }
+            ]
+        }
+    }
+    plain = {
+        "logprobs": {
+            "tokens": ["a"],
+            "token_logprobs": [-0.1],
+            "top_logprobs": [{"a": -0.1, "b": -2.5}],
+        }
+    }
     assert read_top(chat) == read_top(plain) == (TopToken("a", -0.1, {"a": -0.1, "b": -2.5}),)
     assert read_top(plain)[0].top_gap == pytest.approx(2.4)
-    for damaged in ({}, {"logprobs": None}, {"logprobs": {"content": [7]}}, {"logprobs": {"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [None]}}):  # fmt: skip
+    for damaged in (
+        {},
+        {"logprobs": None},
+        {"logprobs": {"content": [7]}},
+        {"logprobs": {"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [None]}},
+    ):
         assert read_top(damaged) == ()

@@ -36,7 +36,9 @@ class TestWithoutReference:
     def test_many_loops_are_unclear_and_the_finding_says_how_to_get_a_reference(self) -> None:
         judgement = judge(record(samples(ok=26, loops=15)))
         assert judgement.verdict is Verdict.INCONCLUSIVE
-        assert any("--reference-engine" in remedy for f in judgement.findings for remedy in f.remedies)
+        assert any(
+            "--reference-engine" in remedy for f in judgement.findings for remedy in f.remedies
+        )
 
     def test_mostly_loops_fail(self) -> None:
         assert ids(record(samples(ok=4, loops=37))) == {"coherence.degenerate"}
@@ -75,7 +77,10 @@ class TestWithoutReference:
     def test_a_counter_of_corrupted_requests_that_moved_fails(self) -> None:
         moved = record(samples(ok=41), counters={"corrupted_requests": 2.0})
         assert ids(moved) == {"coherence.corrupted_requests"}
-        assert judge(record(samples(ok=41), counters={"corrupted_requests": 0.0})).verdict is Verdict.PASS
+        assert (
+            judge(record(samples(ok=41), counters={"corrupted_requests": 0.0})).verdict
+            is Verdict.PASS
+        )
 
     def test_truncated_reasoning_is_inconclusive_not_degenerate(self) -> None:
         cut = [sample("truncated_reasoning", "reasoning_cut")] * 20
@@ -85,12 +90,16 @@ class TestWithoutReference:
 
     def test_a_probe_that_could_not_be_finished_is_inconclusive(self) -> None:
         whole = record(samples(ok=41))
-        cut = replace(whole, probes=(*whole.probes, ProbeResult("needle", "needle", failed="read timeout")))
+        cut = replace(
+            whole, probes=(*whole.probes, ProbeResult("needle", "needle", failed="read timeout"))
+        )
         assert judge(cut).verdict is Verdict.INCONCLUSIVE
 
     def test_a_skipped_probe_does_not_enter_the_verdict(self) -> None:
         whole = record(samples(ok=41))
-        skipped = replace(whole, probes=(*whole.probes, ProbeResult("tool_call", "tools", skipped="no tools")))
+        skipped = replace(
+            whole, probes=(*whole.probes, ProbeResult("tool_call", "tools", skipped="no tools"))
+        )
         assert judge(skipped).verdict is Verdict.PASS
 
     def test_wrong_answers_only_warn(self) -> None:
@@ -99,7 +108,9 @@ class TestWithoutReference:
         assert [f.severity for f in judgement.findings] == [Severity.WARNING]
 
     @pytest.mark.parametrize(("bad", "valid"), [(0, True), (1, True), (2, False), (3, False)])
-    def test_the_speed_is_invalid_when_more_than_a_third_of_its_texts_degenerate(self, bad: int, valid: bool) -> None:
+    def test_the_speed_is_invalid_when_more_than_a_third_of_its_texts_degenerate(
+        self, bad: int, valid: bool
+    ) -> None:
         texts = (timed("degenerate"),) * bad + (timed(),) * (3 - bad)
         judgement = judge(record(samples(ok=41), timed_texts=texts))
         assert judgement.throughput_valid is valid
@@ -123,7 +134,9 @@ class TestToolForm:
 
     def test_a_model_that_breaks_its_calls_itself_is_only_named(self) -> None:
         own = called(parsed=17, broken=3)
-        assert [f.severity for f in judge(own, own).findings if f.id == "coherence.tool_form"] == [Severity.WARNING]
+        assert [f.severity for f in judge(own, own).findings if f.id == "coherence.tool_form"] == [
+            Severity.WARNING
+        ]
 
     def test_one_broken_call_is_no_rate(self) -> None:
         assert "coherence.tool_form" not in ids(called(parsed=19, broken=1))
@@ -185,27 +198,39 @@ class TestWithReference:
     def test_where_the_fixed_texts_are_equal_more_texts_decide_before_loops_fail(self) -> None:
         own, theirs = samples(ok=19, loops=22), samples(ok=32, loops=9)
         assert ids(record(own), record(theirs)) == {"coherence.degenerate"}
-        assert ids(record(own, passages(0.03)), record(theirs, passages())) >= {"coherence.degenerate"}
+        assert ids(record(own, passages(0.03)), record(theirs, passages())) >= {
+            "coherence.degenerate"
+        }
         equal = judge(record(own, passages()), record(theirs, passages()))
         assert equal.verdict is Verdict.INCONCLUSIVE and asks_for_texts(equal)
-        assert ids(record(own * 3, passages()), record(theirs * 3, passages())) == {"coherence.degenerate"}
+        assert ids(record(own * 3, passages()), record(theirs * 3, passages())) == {
+            "coherence.degenerate"
+        }
 
     def test_more_loops_than_the_model_itself_fail(self) -> None:
-        assert "coherence.degenerate" in ids(record(samples(ok=15, loops=26)), record(samples(ok=36, loops=5)))
+        assert "coherence.degenerate" in ids(
+            record(samples(ok=15, loops=26)), record(samples(ok=36, loops=5))
+        )
 
     def test_a_small_loss_of_bits_fails_though_every_text_is_sane(self) -> None:
-        judgement = judge(record(samples(ok=41), passages(loss=0.025)), record(samples(ok=41), passages()))
+        judgement = judge(
+            record(samples(ok=41), passages(loss=0.025)), record(samples(ok=41), passages())
+        )
         assert {f.id for f in judgement.findings} == {"coherence.bits_per_byte"}
         assert judgement.verdict is Verdict.FAIL
 
     def test_noise_of_another_engine_passes(self) -> None:
         assert (
-            judge(record(samples(ok=41), passages(loss=0.002)), record(samples(ok=41), passages())).verdict
+            judge(
+                record(samples(ok=41), passages(loss=0.002)), record(samples(ok=41), passages())
+            ).verdict
             is Verdict.PASS
         )
 
     def test_better_bits_than_the_reference_are_not_the_same_model(self) -> None:
-        judgement = judge(record(samples(ok=41), passages(loss=-0.1)), record(samples(ok=41), passages()))
+        judgement = judge(
+            record(samples(ok=41), passages(loss=-0.1)), record(samples(ok=41), passages())
+        )
         assert judgement.verdict is Verdict.INCONCLUSIVE
         assert {f.id for f in judgement.findings} == {"coherence.other_model"}
 
@@ -217,7 +242,8 @@ class TestWithReference:
     def test_other_prompts_from_the_same_messages_fail(self) -> None:
         def asked(tokens: int) -> CheckRecord:
             probes = tuple(
-                ProbeResult(n, n, (sample(prompt_tokens=tokens),) * 10) for n in ("france", "story", "json_list")
+                ProbeResult(n, n, (sample(prompt_tokens=tokens),) * 10)
+                for n in ("france", "story", "json_list")
             )
             return CheckRecord(probes=probes, timed=(timed(),) * 3)
 
@@ -234,7 +260,14 @@ class TestWithReference:
 counts = st.integers(min_value=0, max_value=30)
 
 
-@given(ok=counts, loops=counts, floods=counts, empty=counts, loss=st.floats(-1, 3), bad_timed=st.integers(0, 3))
+@given(
+    ok=counts,
+    loops=counts,
+    floods=counts,
+    empty=counts,
+    loss=st.floats(-1, 3),
+    bad_timed=st.integers(0, 3),
+)
 @settings(max_examples=80, deadline=None)
 def test_any_record_gets_a_verdict_and_more_floods_never_improve_it(
     ok: int, loops: int, floods: int, empty: int, loss: float, bad_timed: int
@@ -244,7 +277,9 @@ def test_any_record_gets_a_verdict_and_more_floods_never_improve_it(
     judged = judge(record(samples(ok, loops, floods, empty), passages(loss=loss), texts))
     worse = judge(record(samples(ok, loops, floods + 30, empty), passages(loss=loss), texts))
     assert order.index(worse.verdict) >= order.index(judged.verdict)
-    assert (judged.verdict is Verdict.FAIL) == any(f.severity is Severity.ERROR for f in judged.findings)
+    assert (judged.verdict is Verdict.FAIL) == any(
+        f.severity is Severity.ERROR for f in judged.findings
+    )
     if judged.verdict is Verdict.FAIL:
         assert not judged.throughput_valid
 
@@ -257,21 +292,28 @@ def test_a_record_is_at_least_as_good_as_itself(ok: int, loops: int) -> None:
 
 
 def test_a_record_survives_its_json_form() -> None:
-    whole = record([*samples(ok=3, loops=1), *answered(1, 1)], passages(), prefill_tokens_per_s=900.0)
-    skipped = replace(whole, probes=(*whole.probes, ProbeResult("tool_call", "tools", skipped="no tools")))
+    whole = record(
+        [*samples(ok=3, loops=1), *answered(1, 1)], passages(), prefill_tokens_per_s=900.0
+    )
+    skipped = replace(
+        whole, probes=(*whole.probes, ProbeResult("tool_call", "tools", skipped="no tools"))
+    )
     back = CheckRecord.from_json(jsonable(record_json(skipped)))
     assert back.probes == skipped.probes
     assert back.passages == skipped.passages
     assert back.timed == skipped.timed
 
 
-@pytest.mark.parametrize("kind", ["sentence_loop", "phrase_loop", "near_loop", "the_the_the", "few_words"])
+@pytest.mark.parametrize(
+    "kind", ["sentence_loop", "phrase_loop", "near_loop", "the_the_the", "few_words"]
+)
 def test_loops_are_what_weak_models_write(kind: str) -> None:
     assert is_loop(kind)
 
 
 @pytest.mark.parametrize(
-    "kind", ["single_char_flood", "token_soup", "no_text", "newline_loop", "special_token_leak", None]
+    "kind",
+    ["single_char_flood", "token_soup", "no_text", "newline_loop", "special_token_leak", None],
 )
 def test_floods_and_salads_are_not(kind: str | None) -> None:
     assert not is_loop(kind)
@@ -283,25 +325,33 @@ def test_useful_speed_counts_the_tokens_before_the_onset() -> None:
 
 
 def test_reasoning_up_to_a_bare_tag_is_a_warning_and_the_answer_is_graded() -> None:
-    whole = Reply(content="The user asks for a capital. That is Paris.\n</think>\n\nParis.", finish_reason="stop")
+    whole = Reply(
+        content="The user asks for a capital. That is Paris.\n</think>\n\nParis.",
+        finish_reason="stop",
+    )
     assert grade_reply(whole).label == "ok"
     looped = replace(whole, content="Hm, let me see. " * 60 + "</think>Paris.")
     assert (grade_reply(looped).label, grade_reply(looped).part) == ("degenerate", "reasoning")
     assert grade_reply(replace(whole, reasoning="Thought.")).kind == "think_tag_leak"
     judgement = judge(record([sample(think_tag=True) for _ in range(40)]))
     assert judgement.verdict is Verdict.PASS
-    assert [(f.id, f.severity) for f in judgement.findings] == [("coherence.think_tag", Severity.WARNING)]
+    assert [(f.id, f.severity) for f in judgement.findings] == [
+        ("coherence.think_tag", Severity.WARNING)
+    ]
 
 
 def test_fixed_texts_say_the_same_at_every_look_of_a_finished_plan() -> None:
     ours, theirs = record(samples(ok=40), passages(loss=0.011)), record(samples(ok=40), passages())
     states = [
-        next(r.says for r in judge(ours, theirs, c).rulings if r.rule == "bits_per_byte") for c in (0.95, 0.99, 0.9975)
+        next(r.says for r in judge(ours, theirs, c).rulings if r.rule == "bits_per_byte")
+        for c in (0.95, 0.99, 0.9975)
     ]
     assert len({says.partition("against")[0].rpartition("[")[2] for says in states}) == 1
 
 
-def test_every_look_judges_the_fixed_texts_alike_and_a_run_that_may_end_early_more_strictly() -> None:
+def test_every_look_judges_the_fixed_texts_alike_and_a_run_that_may_end_early_more_strictly() -> (
+    None
+):
     from assay.coherence.check import EARLY
     from assay.coherence.measure import LOOKS
     from assay.coherence.rules import BEYOND_LOOKS
@@ -311,9 +361,13 @@ def test_every_look_judges_the_fixed_texts_alike_and_a_run_that_may_end_early_mo
 
 
 def test_a_reference_that_wrote_no_text_is_no_reference_for_texts() -> None:
-    """A budget may end after its fixed texts: these were compared, and the report says that no more was."""
+    """A budget may end after its fixed texts: these were compared, and the report says that no more
+    was.
+    """
     ours, theirs = record(samples(ok=41), passages()), CheckRecord(passages=passages())
     times = {"seconds": 1.0, "expected_s": {}, "stages_s": {}, "left_out": [], "budget_s": None}
-    report = build_report({}, Plan(), ours, Reference(theirs, {"source": "engine"}), judge(ours, theirs), times)
+    report = build_report(
+        {}, Plan(), ours, Reference(theirs, {"source": "engine"}), judge(ours, theirs), times
+    )
     assert report.verdict is Verdict.PASS and "which wrote none" in report.summary
     assert report.results["reference"]["origin"] == {"source": "engine"}

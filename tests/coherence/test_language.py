@@ -25,7 +25,9 @@ def test_tables_are_probabilities() -> None:
 
 def test_words_are_known_and_strings_are_not() -> None:
     bloom = lang.tables().bloom
-    assert all(lang.is_known_word(w, bloom) for w in ("garden", "harbor", "the", "computer", "walked"))
+    assert all(
+        lang.is_known_word(w, bloom) for w in ("garden", "harbor", "the", "computer", "walked")
+    )
     strings = [f"q{i}zx" for i in range(2000)]
     assert sum(lang.is_known_word(w, bloom) for w in strings) < 0.06 * len(strings)
 
@@ -66,9 +68,10 @@ def test_view_of_a_text() -> None:
     view = TextView("Ab ab! 12 的字\n\nOne. Two?")
     assert list(view.words) == ["Ab", "ab", "!", "12", "的", "字", "One", ".", "Two", "?"]
     assert view.tokens.ids[0] == view.tokens.ids[1]
-    assert [view.text[a:b].strip() for a, b in zip(view.segments.starts, view.segments.ends, strict=True)] == [
-        "Ab ab!", "12 的字", "One.", "Two?",
-    ]  # fmt: skip
+    assert [
+        view.text[a:b].strip()
+        for a, b in zip(view.segments.starts, view.segments.ends, strict=True)
+    ] == ["Ab ab!", "12 的字", "One.", "Two?"]
     assert view.line_at(3) == (0, 12) and view.line_at(14) == (14, 23)
     assert not view.cut and TextView("and then he").cut
 

@@ -1,4 +1,6 @@
-"""Exact loops: how they end decides; whole replies of a few characters; where a loop with line breaks in it begins."""
+"""Exact loops: how they end decides; whole replies of a few characters; where a loop with line
+breaks in it begins.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,18 @@ from assay.coherence.grading import Label, grade
     [
         "run_check: passed",
         '{"status": "ok"}',
-        "- [ok] the worker answered the probe of the balancer in time and reported no error at all today",
+        (
+            "- [ok] the worker answered the probe of the balancer in time and reported no error at"
+            " all today"
+        ),
     ],
 )
 def test_equal_lines_that_end_in_a_conclusion(n: int, line: str) -> None:
-    text = "Results:\n" + f"{line}\n" * n + f"\nAll {n} came back without an error, so the branch can be merged"
+    text = (
+        "Results:\n"
+        + f"{line}\n" * n
+        + f"\nAll {n} came back without an error, so the branch can be merged"
+    )
     assert grade(f"{text}.\n").label is grade(text).label is Label.OK
     cut = "Results:\n" + f"{line}\n" * n + line[:9]
     assert grade(cut, finish_reason="length").label is Label.DEGENERATE
@@ -28,16 +37,33 @@ def test_a_repetition_that_was_announced_and_left_again() -> None:
     assert grade(text).label is Label.OK
     assert grade(text, finish_reason="length").label is Label.DEGENERATE
     assert grade("Here is what I found:\n\n" + "ho " * 200).label is Label.DEGENERATE
-    assert grade("Here they are:\n\n" + "ho " * 200 + "\n\nAnd so on " + "and so on " * 60).label is Label.DEGENERATE
+    assert (
+        grade("Here they are:\n\n" + "ho " * 200 + "\n\nAnd so on " + "and so on " * 60).label
+        is Label.DEGENERATE
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["</" * 9, "?!" * 10, "/>" * 8, '{"' * 9, "n'" * 9, "\\n" * 8, "的是" * 12, "e/" * 9, "</ " * 7]
+    "text",
+    [
+        "</" * 9,
+        "?!" * 10,
+        "/>" * 8,
+        '{"' * 9,
+        "n'" * 9,
+        "\\n" * 8,
+        "的是" * 12,
+        "e/" * 9,
+        "</ " * 7,
+    ],
 )
 def test_a_whole_reply_of_two_or_three_characters(text: str) -> None:
     result = grade(text)
     assert (result.label, result.onset_char) == (Label.DEGENERATE, 0)
-    assert grade(f"The closing tag of a paragraph begins with {text[:2]} and ends with >.").label is Label.OK
+    assert (
+        grade(f"The closing tag of a paragraph begins with {text[:2]} and ends with >.").label
+        is Label.OK
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +76,8 @@ def test_short_replies_that_someone_may_have_asked_for(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "unit"), [("Let me see.\n", "512  "), ("Well:\n", "0,1,"), ("Well:\n", "| - "), ("So: ", "ab cd ")]
+    ("start", "unit"),
+    [("Let me see.\n", "512  "), ("Well:\n", "0,1,"), ("Well:\n", "| - "), ("So: ", "ab cd ")],
 )
 @pytest.mark.parametrize("break_", ["\n", "\n\n"])
 def test_a_loop_begins_before_the_line_break_in_it(start: str, unit: str, break_: str) -> None:

@@ -7,12 +7,24 @@ from check_records import passages, record, sample, samples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.coherence.measure import EXTENSIONS, FIRST, LOOKS, Pace, Plan, Stage, extension, fit, stages_of
+from assay.coherence.measure import (
+    EXTENSIONS,
+    FIRST,
+    LOOKS,
+    Pace,
+    Plan,
+    Stage,
+    extension,
+    fit,
+    stages_of,
+)
 from assay.coherence.probes import standard_probes
 from assay.coherence.record import CheckRecord, ProbeResult
 from assay.progress import span
 
-PROBES = standard_probes(max_model_len=2048, longest_needle=8192, streams=8, seed=0, count_tokens=None)
+PROBES = standard_probes(
+    max_model_len=2048, longest_needle=8192, streams=8, seed=0, count_tokens=None
+)
 
 
 def stages(**plan: object) -> list[Stage]:
@@ -37,7 +49,9 @@ def test_every_text_of_the_plan_is_in_one_stage() -> None:
 
 def test_fixed_texts_deep_in_a_context_come_after_texts_of_every_kind() -> None:
     names = [stage.name for stage in stages()]
-    assert names.index("texts in context") > names.index("long texts") > names.index("fixed texts") > 0
+    assert (
+        names.index("texts in context") > names.index("long texts") > names.index("fixed texts") > 0
+    )
 
 
 def test_a_short_context_asks_for_no_depth() -> None:
@@ -53,7 +67,11 @@ def test_the_tools_suite_goes_with_no_probe() -> None:
 
 
 def test_the_tools_suite_asks_many_at_once_first_since_that_is_fast() -> None:
-    assert [(s.kind, s.streams) for s in stages(suite="tools")] == [("tools", 8), ("tools", 32), ("tools", 1)]
+    assert [(s.kind, s.streams) for s in stages(suite="tools")] == [
+        ("tools", 8),
+        ("tools", 32),
+        ("tools", 1),
+    ]
 
 
 def test_extensions_never_ask_a_text_twice() -> None:
@@ -73,7 +91,14 @@ def test_without_a_budget_all_is_chosen_and_with_none_at_all_nothing_is() -> Non
     assert chosen == [] and dropped == stages()
 
 
-@given(st.floats(1, 2000), st.floats(5, 5000), st.floats(0, 3), st.floats(0, 2000), st.integers(1, 6), st.booleans())
+@given(
+    st.floats(1, 2000),
+    st.floats(5, 5000),
+    st.floats(0, 3),
+    st.floats(0, 2000),
+    st.integers(1, 6),
+    st.booleans(),
+)
 def test_what_is_chosen_fits_and_keeps_its_order(
     write: float, read: float, reference: float, left: float, samples_: int, kept: bool
 ) -> None:
@@ -116,7 +141,8 @@ def test_the_pace_is_learnt_from_what_was_done() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.2, "1 s"), (12.4, "12 s"), (99, "99 s"), (130, "2 min 10 s"), (7300, "121 min")]
+    ("seconds", "text"),
+    [(0.2, "1 s"), (12.4, "12 s"), (99, "99 s"), (130, "2 min 10 s"), (7300, "121 min")],
 )
 def test_times_in_words(seconds: float, text: str) -> None:
     assert span(seconds) == text
@@ -136,7 +162,9 @@ def test_stages_add_up_to_one_record() -> None:
     second = record(samples(loops=2), passages()[5:])
     both = first.with_(second)
     assert len(both.samples) == 5 and both.passages == passages() and len(both.timed) == 3
-    assert both == replace(first.with_(CheckRecord()), probes=both.probes).with_(replace(second, probes=()))
+    assert both == replace(first.with_(CheckRecord()), probes=both.probes).with_(
+        replace(second, probes=())
+    )
     skipped = CheckRecord(probes=(ProbeResult("story", "story", skipped="no chat"),))
     assert skipped.with_(first).probes[0].status == "run"
 
@@ -144,7 +172,8 @@ def test_stages_add_up_to_one_record() -> None:
 def test_a_server_is_called_slower_only_where_every_stream_is() -> None:
     first, short, long = stages()[0], stages()[2], stages()[3]
     assert (len(first.tasks), len(long.tasks)) == (8, 2)
-    # A GPU writes as fast a stream whatever their number: two streams write a quarter of what eight do.
+    # A GPU writes as fast a stream whatever their number: two streams write a quarter of what eight
+    # do.
     gpu = Pace()
     gpu.learn(first, 1.0, 800)
     gpu.learn(long, 4.5, 900)

@@ -41,14 +41,26 @@ def test_flood_of_few_characters(start: str, flood: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param("\n".join(" ".join(random.Random(i).choices("01", k=16)) for i in range(12)), id="bits"),
+        pytest.param(
+            "\n".join(" ".join(random.Random(i).choices("01", k=16)) for i in range(12)), id="bits"
+        ),
         pytest.param(">seq\n" + "\n".join(of("GGACTA", [1] * 6, 60) for _ in range(6)), id="dna"),
-        pytest.param("\n".join("".join("#."[(r + c) % 2] for c in range(18)) for r in range(9)), id="chess"),
-        pytest.param("```\n" + "\n".join(" " * (9 - i) + "*" * (2 * i + 1) for i in range(9)), id="tree"),
-        pytest.param("\n".join(f"{i:08x}  " + "00 " * 16 + "|" + "." * 16 + "|" for i in range(9)), id="hexdump"),
+        pytest.param(
+            "\n".join("".join("#."[(r + c) % 2] for c in range(18)) for r in range(9)), id="chess"
+        ),
+        pytest.param(
+            "```\n" + "\n".join(" " * (9 - i) + "*" * (2 * i + 1) for i in range(9)), id="tree"
+        ),
+        pytest.param(
+            "\n".join(f"{i:08x}  " + "00 " * 16 + "|" + "." * 16 + "|" for i in range(9)),
+            id="hexdump",
+        ),
         pytest.param("1 Start " + "." * 60 + " 3\n2 Middle " + "." * 58 + " 15\n", id="contents"),
         pytest.param("Name: " + "_" * 40, id="form"),
-        pytest.param("```\n" + "\n".join(" " * (5 - i) + "*" * (2 * i + 1) for i in range(5)) + "\n```", id="fir"),
+        pytest.param(
+            "```\n" + "\n".join(" " * (5 - i) + "*" * (2 * i + 1) for i in range(5)) + "\n```",
+            id="fir",
+        ),
         pytest.param("x = [" + ", ".join(["0"] * 9 + ["1"] * 9), id="zeros"),
     ],
 )

@@ -30,7 +30,9 @@ def reply(content: str = "", **fields: object) -> Reply:
 
 
 def test_every_probe_is_registered_under_its_name() -> None:
-    probes = standard_probes(max_model_len=2048, longest_needle=8192, streams=8, seed=0, count_tokens=None)
+    probes = standard_probes(
+        max_model_len=2048, longest_needle=8192, streams=8, seed=0, count_tokens=None
+    )
     assert tuple(p.name for p in probes) == NAMES
 
 
@@ -69,8 +71,12 @@ def test_json_list() -> None:
 
 
 def test_spanish() -> None:
-    assert answers_in_spanish(reply("El agua de los ríos y del mar se evapora por el sol y forma las nubes.")).passed
-    assert not answers_in_spanish(reply("Water from rivers and the sea evaporates in the sun.")).passed
+    assert answers_in_spanish(
+        reply("El agua de los ríos y del mar se evapora por el sol y forma las nubes.")
+    ).passed
+    assert not answers_in_spanish(
+        reply("Water from rivers and the sea evaporates in the sun.")
+    ).passed
     assert not answers_in_spanish(reply("")).passed
 
 
@@ -161,7 +167,9 @@ def test_timed_prompts_are_unique_and_seeded() -> None:
 
 
 def test_a_model_without_a_template_is_asked_to_continue() -> None:
-    probes = standard_probes(max_model_len=2048, longest_needle=8192, streams=8, seed=0, count_tokens=None)
+    probes = standard_probes(
+        max_model_len=2048, longest_needle=8192, streams=8, seed=0, count_tokens=None
+    )
     step = next(probes[0].talk(Context(chat=False), ""))
     request = to_request(step, GREEDY, Context(chat=False))
     assert request.messages is None and str(request.prompt).endswith("The capital of France is")

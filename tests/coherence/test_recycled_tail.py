@@ -17,7 +17,8 @@ def changing_items(count: int, choices: int = 5) -> str:
     """List items of a page whose number is drawn from a few: no period fits them."""
     rng = random.Random(3)
     return "\n".join(
-        f'    <li>\n      <a href="https://example.org/page/{rng.randint(1, choices)}" class="item">Read more</a>\n    </li>'
+        f'    <li>\n      <a href="https://example.org/page/{rng.randint(1, choices)}"'
+        ' class="item">Read more</a>\n    </li>'
         for _ in range(count)
     )
 
@@ -31,14 +32,21 @@ def test_a_loop_in_changing_copies_is_found_where_the_server_cut_it() -> None:
 
 def test_items_with_contents_of_their_own_are_left_alone() -> None:
     names = [
-        f"{a}{b}" for a in ("north", "south", "old", "new", "great") for b in ("field", "bridge", "gate", "well", "ham")
+        f"{a}{b}"
+        for a in ("north", "south", "old", "new", "great")
+        for b in ("field", "bridge", "gate", "well", "ham")
     ]
-    text = "\n".join(f'<li><a href="https://example.org/{n}" class="item">Read more about {n}</a></li>' for n in names)
+    text = "\n".join(
+        f'<li><a href="https://example.org/{n}" class="item">Read more about {n}</a></li>'
+        for n in names
+    )
     assert recycled_tail.detect_recycled_tail(TextView(text, Ending.CUT)) is None
 
 
 def test_a_numbered_list_of_equal_items_may_be_asked_for_but_comes_to_an_end() -> None:
-    text = "\n".join(f"{i}. I shall water the plants in the hall every morning." for i in range(1, 31))
+    text = "\n".join(
+        f"{i}. I shall water the plants in the hall every morning." for i in range(1, 31)
+    )
     assert recycled_tail.detect_recycled_tail(TextView(text, Ending.STOPPED)) is None
     assert recycled_tail.detect_recycled_tail(TextView(text, Ending.CUT)) is not None
 
@@ -72,11 +80,14 @@ def test_a_line_to_fill_in_and_a_dotted_line_are_no_flood() -> None:
 
 
 def mixed_table(rows: int, seed: int = 5) -> str:
-    """A table with the same three words in every place: no row repeats with a period, no word is new."""
+    """A table with the same three words in every place: no row repeats with a period, no word is
+    new.
+    """
     rng = random.Random(seed)
     words = ["Cats", "Dogs", "Hamsters"]
     return "| one | two | three |\n|---|---|---|\n" + "".join(
-        f"| {rng.choice(words)} | {rng.choice(words)} | {rng.choice(words)} |\n" for _ in range(rows)
+        f"| {rng.choice(words)} | {rng.choice(words)} | {rng.choice(words)} |\n"
+        for _ in range(rows)
     )
 
 
@@ -85,14 +96,20 @@ def test_an_end_of_characters_that_all_came_before() -> None:
     found = recycled_tail.detect_recycled_tail(TextView(table, Ending.CUT))
     assert found is not None and found.kind == "recycled_tail" and found.onset_char < len(table) / 2
     assert recycled_tail.detect_recycled_tail(TextView(table, Ending.STOPPED)) is None
-    records = "".join(f"| {i} | {i * 7919 % 10007} | item {chr(97 + i % 26)}{i * 31 % 97} |\n" for i in range(60))
+    records = "".join(
+        f"| {i} | {i * 7919 % 10007} | item {chr(97 + i % 26)}{i * 31 % 97} |\n" for i in range(60)
+    )
     assert recycled_tail.detect_recycled_tail(TextView(records, Ending.CUT)) is None
 
 
 def test_code_said_for_the_third_time() -> None:
-    item = "def area(width: int, height: int) -> int:\n    return width * height  # of one wall\n\n\n"
+    item = (
+        "def area(width: int, height: int) -> int:\n    return width * height  # of one wall\n\n\n"
+    )
     names = ["paint", "floor", "tile", "door", "room", "shed", "barn", "yard", "path", "gate"]
-    other = "".join(f"def {n}(x: int) -> int:\n    return x * {k}\n\n\n" for k, n in enumerate(names, 2))
+    other = "".join(
+        f"def {n}(x: int) -> int:\n    return x * {k}\n\n\n" for k, n in enumerate(names, 2)
+    )
     again = other + item * 5
     assert recycled_tail.detect_recycled_tail(TextView(again[:-9], Ending.CUT)) is not None
     assert recycled_tail.detect_recycled_tail(TextView(other + item, Ending.CUT)) is None
@@ -109,14 +126,25 @@ def test_the_padding_of_a_wide_table_and_the_line_under_a_title_are_no_floods() 
     assert grade(f"Options of the build:\n\n{table}\n\nBuild it then.").label is Label.OK
     title = (
         "Repeated captures (`issue 109 <https://example.org/owner/regex/issues/109>`_) "
-        + "hold each what they matched in the order in which it came, the last one too, unlike those of the standard library"
+        + "hold each what they matched in the order in which it came, the last one too, unlike"
+        " those of the standard library"
     )
     for mark in "^~=":
-        assert grade(f"{title}\n{mark * len(title)}\n\nEvery capture is kept, not only the last one.").label is Label.OK
+        assert (
+            grade(
+                f"{title}\n{mark * len(title)}\n\nEvery capture is kept, not only the last one."
+            ).label
+            is Label.OK
+        )
 
 
 @pytest.mark.parametrize(
-    "text", ["| So the answer is" + " " * 600 + "|", "The answer is here:\n" + "^" * 400, "^" * 200 + "\n" + "^" * 200]
+    "text",
+    [
+        "| So the answer is" + " " * 600 + "|",
+        "The answer is here:\n" + "^" * 400,
+        "^" * 200 + "\n" + "^" * 200,
+    ],
 )
 def test_floods_beside_a_bar_or_below_a_short_line_are_found(text: str) -> None:
     assert grade(text).label is Label.DEGENERATE

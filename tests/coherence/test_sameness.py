@@ -14,7 +14,9 @@ def asked(*answers: str, label: str = "ok") -> CheckRecord:
     """One probe with two samples for each answer."""
     return CheckRecord(
         probes=tuple(
-            ProbeResult(f"q{i}", f"q{i}", (sample(label, text_head=text, text_chars=len(text)),) * 2)
+            ProbeResult(
+                f"q{i}", f"q{i}", (sample(label, text_head=text, text_chars=len(text)),) * 2
+            )
             for i, text in enumerate(answers)
         )
     )

@@ -6,7 +6,10 @@ import pytest
 
 from assay.coherence.conversation import run_fibonacci, run_python
 
-RIGHT = "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n"
+RIGHT = (
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n   "
+    " return a\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -14,7 +17,10 @@ RIGHT = "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, 
     [
         RIGHT,
         RIGHT + "print([fibonacci(n) for n in range(9)])\nimport sys\nsys.exit()\n",
-        "def fib(n):\n    seq = [0, 1]\n    while len(seq) < n:\n        seq.append(seq[-1] + seq[-2])\n    return seq[:n]\n",
+        (
+            "def fib(n):\n    seq = [0, 1]\n    while len(seq) < n:\n        seq.append(seq[-1] +"
+            " seq[-2])\n    return seq[:n]\n"
+        ),
     ],
 )
 def test_right_functions_pass(source: str) -> None:
@@ -95,7 +101,8 @@ def test_nothing_outside_is_reached(program: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", ["import math, re, random, collections, functools, typing; print(math.isqrt(49))", "print(7)"]
+    "program",
+    ["import math, re, random, collections, functools, typing; print(math.isqrt(49))", "print(7)"],
 )
 def test_plain_code_runs(program: str) -> None:
     assert run_python(program, "") == (0, "7")
@@ -106,7 +113,12 @@ def test_an_endless_loop_ends_in_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "program", ["print('x' * 10_000_000)", "while True: print('x' * 1000)", "import sys; sys.stderr.write('x' * 10**7)"]
+    "program",
+    [
+        "print('x' * 10_000_000)",
+        "while True: print('x' * 1000)",
+        "import sys; sys.stderr.write('x' * 10**7)",
+    ],
 )
 def test_a_flood_of_output_is_bounded(program: str) -> None:
     assert run_python(program, "") == (1, "printed 64 KiB or more")

@@ -34,7 +34,9 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-@pytest.mark.parametrize("start", [GOOD_START, topics["objects"][:9000] + "\n"], ids=["early", "late"])
+@pytest.mark.parametrize(
+    "start", [GOOD_START, topics["objects"][:9000] + "\n"], ids=["early", "late"]
+)
 def test_loop_is_stopped_in_flight(start: str, loop: str) -> None:
     grader, seen = feed(start + loop)
     assert seen is not None and seen < len(start) + 2 * STRIDE + 1100
@@ -51,7 +53,9 @@ def test_sane_text_is_let_through(text: str) -> None:
 
 def test_code_fence_is_remembered_past_the_tail() -> None:
     code = (
-        "```\n" + "\n".join(f"print({i}, 'line of code number {i}')" for i in range(300)) + "\n<|im_start|>user\n" * 2
+        "```\n"
+        + "\n".join(f"print({i}, 'line of code number {i}')" for i in range(300))
+        + "\n<|im_start|>user\n" * 2
     )
     assert len(code) > TAIL
     _, seen = feed(code)

@@ -1,4 +1,6 @@
-"""Stutter over a run: doubled words, syllables and pieces are counted; what a language doubles by right is not."""
+"""Stutter over a run: doubled words, syllables and pieces are counted; what a language doubles by
+right is not.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ STUTTERS = [
     ("The information information was sent to the control control room.", 2),
     ("It is used for the the transport of water.", 1),
     ("The informationation of the system is stored here for the users.", 1),
-    ("The ciclo hidrológico es lento. El ciclo hidrológico sigue, y el hidrológógico también cambia.", 1),
+    (
+        (
+            "The ciclo hidrológico es lento. El ciclo hidrológico sigue, y el hidrológógico también"
+            " cambia."
+        ),
+        1,
+    ),
     ("Los ríos y y y lagos cambian, y los mares y las nubes y el viento y la tierra también.", 1),
     ("He asked Wh Whether the road was open and the bridge too.", 1),
     ("The cat sat on the mat,, and the dog slept.", 1),
@@ -24,7 +32,10 @@ BY_RIGHT = [
     "Anak-anak itu berjalan pelan pelan ke sekolah dan membawa buku.",
     "Twende pole pole, kwa sababu barabara ni mbaya sana na mvua inanyesha.",
     "慢慢地走，天天都好，人人都高兴。",
-    "Banana bread and couscous are what Mississippi remembers; the murderer and the wanderer ate cocoa.",
+    (
+        "Banana bread and couscous are what Mississippi remembers; the murderer and the wanderer"
+        " ate cocoa."
+    ),
     "```\nx x y y\nfor for in in\n```\nThat is all there is to say about it.",
     "    x x x\n    return return\n\nThe code above does nothing.",
     "| word | word |\n| the | the the |\n\nIs a table.",
@@ -47,7 +58,11 @@ def test_a_run_is_judged_over_all_texts() -> None:
     assert judge_stutter(healthy).verdict == "good"
     bad = [Counts(100, 1 if n % 3 == 0 else 0) for n in range(60)]
     found = judge_stutter(bad)
-    assert found.verdict == "bad" and found.lo < found.rate < found.hi and math.isclose(found.rate, 20 / 6000)
+    assert (
+        found.verdict == "bad"
+        and found.lo < found.rate < found.hi
+        and math.isclose(found.rate, 20 / 6000)
+    )
     rate, _, _, verdict = found
     assert (rate, verdict) == (found.rate, "bad")
 

@@ -1,4 +1,6 @@
-"""Words, lines and calls that take turns without end: found; those that a task asks for: left alone."""
+"""Words, lines and calls that take turns without end: found; those that a task asks for: left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,13 @@ def templated(seed: int, lines: int) -> str:
     def clause() -> str:
         return f"{rng.choice(THINGS)} {rng.choice(MODALS)} {rng.choice(LINKS)} {rng.choice(THINGS)}"
 
-    start = "The user asks why the program is slow on his new machine, and whether a larger cache would help him.\n"
+    start = (
+        "The user asks why the program is slow on his new machine, and whether a larger cache would"
+        " help him.\n"
+    )
     return start + "".join(
-        f"Wait, let me think again. If {clause()}, then {clause()}. But that is not so.\n" for _ in range(lines)
+        f"Wait, let me think again. If {clause()}, then {clause()}. But that is not so.\n"
+        for _ in range(lines)
     )
 
 
@@ -46,15 +52,19 @@ def test_a_few_terms_in_one_template_without_end(seed: int, lines: int) -> None:
 
 def test_a_text_of_few_words_that_ends_by_itself_is_left_alone() -> None:
     song = "".join(
-        f"{n} green bottles hanging on the wall, {n} green bottles hanging on the wall. And if one green bottle should "
-        f"fall by chance, there will be {n - 1} green bottles hanging on the wall.\n"
+        f"{n} green bottles hanging on the wall, {n} green bottles hanging on the wall. And if one"
+        f" green bottle should fall by chance, there will be {n - 1} green bottles hanging on the"
+        " wall.\n"
         for n in range(20, 0, -1)
     )
     assert grade(song, finish_reason="stop").label is Label.OK
 
 
-CALLS = ['{"name": "read_file", "arguments": {"path": "a.py"}}', '{"name": "grep", "arguments": {"q": "foo"}}',
-         '{"name": "list_dir", "arguments": {"path": "."}}']  # fmt: skip
+CALLS = [
+    '{"name": "read_file", "arguments": {"path": "a.py"}}',
+    '{"name": "grep", "arguments": {"q": "foo"}}',
+    '{"name": "list_dir", "arguments": {"path": "."}}',
+]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -64,7 +74,10 @@ def test_like_calls_in_turn(seed: int) -> None:
     assert grade("Let me look.\n" + "\n".join(drawn)).kind == "repeated_tool_call"
     plain = [f"{json.loads(c)['name']}({json.loads(c)['arguments']})" for c in drawn * 2]
     assert grade("Let me look.\n" + "\n".join(plain)).label is Label.DEGENERATE
-    calls = [{"name": json.loads(c)["name"], "arguments": json.dumps(json.loads(c)["arguments"])} for c in drawn]
+    calls = [
+        {"name": json.loads(c)["name"], "arguments": json.dumps(json.loads(c)["arguments"])}
+        for c in drawn
+    ]
     assert grade("", tool_calls=calls, finish_reason="tool_calls").kind == "repeated_tool_call"
 
 
@@ -72,8 +85,12 @@ def test_like_calls_in_turn(seed: int) -> None:
     "text",
     [
         "forward(100)\nleft(90)\n" * 8,
-        "\n".join(f'{{"name": "read_file", "arguments": {{"path": "src/{n}.py"}}}}' for n in range(12)),
-        "I ran these:\n" + "\n".join(CALLS * 6) + "\n\nAll of them came back without an error, so the build is fine.",
+        "\n".join(
+            f'{{"name": "read_file", "arguments": {{"path": "src/{n}.py"}}}}' for n in range(12)
+        ),
+        "I ran these:\n"
+        + "\n".join(CALLS * 6)
+        + "\n\nAll of them came back without an error, so the build is fine.",
         "\n".join(f'{{"name": "item {n % 3}", "on": true}}' for n in range(30)),
     ],
 )

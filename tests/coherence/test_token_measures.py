@@ -11,7 +11,9 @@ from assay.coherence.detectors import salad as windows
 from assay.coherence.grading import grade
 from assay.coherence.text import TextView
 
-HEX_DUMP = "\n".join(f"{16 * i:08x}  " + "3f a1 00 7c 9e 00 12 bb " * 2 + "|?..|....?..|....|" for i in range(12))
+HEX_DUMP = "\n".join(
+    f"{16 * i:08x}  " + "3f a1 00 7c 9e 00 12 bb " * 2 + "|?..|....?..|....|" for i in range(12)
+)
 
 
 def measures(text: str) -> dict[str, float]:
@@ -57,7 +59,9 @@ def test_hex_dumps_weigh_nothing() -> None:
     assert grade(HEX_DUMP).label == "ok"
 
 
-@pytest.mark.parametrize("item", ['<li><a href="/p/1" class="p">First</a></li>\n', "    padding-left: 10px;\n"])
+@pytest.mark.parametrize(
+    "item", ['<li><a href="/p/1" class="p">First</a></li>\n', "    padding-left: 10px;\n"]
+)
 def test_code_that_repeats_exactly_is_a_loop_only_where_the_server_cut_it(item: str) -> None:
     text = "Here is the page:\n" + item * 5
     assert grade(text[:-6], finish_reason="length").label == "degenerate"

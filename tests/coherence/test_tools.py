@@ -7,7 +7,15 @@ import pytest
 
 from assay.coherence.diagnosis import judge
 from assay.coherence.measure import Plan
-from assay.coherence.record import AnswerCheck, CheckRecord, ProbeResult, Reference, Sample, ToolAnswer, ToolLevel
+from assay.coherence.record import (
+    AnswerCheck,
+    CheckRecord,
+    ProbeResult,
+    Reference,
+    Sample,
+    ToolAnswer,
+    ToolLevel,
+)
 from assay.coherence.report import build_report, record_json
 from assay.coherence.rules import Ruling, tools
 from assay.coherence.tools import against, answer_of, cases, checked_answers, conforms, paired, same
@@ -15,7 +23,11 @@ from assay.engines import Reply, ToolCall
 from assay.verdict import Severity, Table, jsonable
 
 CALL = next(case for case in cases() if case.name == "create_user")
-OBJECT = next(case for case in cases() if case.expect == {"city": "Bergen", "population": 291940, "capital": False})
+OBJECT = next(
+    case
+    for case in cases()
+    if case.expect == {"city": "Bergen", "population": 291940, "capital": False}
+)
 
 
 def reply(content: str = "", *calls: ToolCall) -> Reply:
@@ -29,7 +41,8 @@ def test_there_are_24_calls_and_24_objects_each_with_values_that_follow_its_sche
     for case in cases():
         required = {name: case.expect[name] for name in case.schema["required"]}
         assert conforms(required, case.schema) and conforms(case.expect, case.schema), case.key
-        # The question holds what the answer needs: every word of it that is no choice of the schema, every number.
+        # The question holds what the answer needs: every word of it that is no choice of the
+        # schema, every number.
         for text in strings(required, case.schema):
             assert text in case.ask, (case.key, text)
 
@@ -40,7 +53,9 @@ def strings(value: Any, schema: Any) -> list[str]:
     if isinstance(value, list):
         return [s for item in value for s in strings(item, schema["items"])]
     if isinstance(value, dict):
-        return [s for name, item in value.items() for s in strings(item, schema["properties"][name])]
+        return [
+            s for name, item in value.items() for s in strings(item, schema["properties"][name])
+        ]
     return []
 
 
@@ -55,32 +70,82 @@ def test_the_right_answer_of_every_case_is_right() -> None:
 @pytest.mark.parametrize(
     ("said", "form", "parsed", "valid", "right"),
     [
-        (reply("", ToolCall("create_user", '{"name": "Zoë Čapek", "age": 34}')), "parsed", True, True, True),
-        (reply("", ToolCall("create_user", '{"name": "Zoë Čapek", "age": "34"}')), "parsed", True, False, False),
-        (reply("", ToolCall("create_user", '{"name": "Zoe Capek", "age": 34}')), "parsed", True, True, False),
+        (
+            reply("", ToolCall("create_user", '{"name": "Zoë Čapek", "age": 34}')),
+            "parsed",
+            True,
+            True,
+            True,
+        ),
+        (
+            reply("", ToolCall("create_user", '{"name": "Zoë Čapek", "age": "34"}')),
+            "parsed",
+            True,
+            False,
+            False,
+        ),
+        (
+            reply("", ToolCall("create_user", '{"name": "Zoe Capek", "age": 34}')),
+            "parsed",
+            True,
+            True,
+            False,
+        ),
         (reply("", ToolCall("create_user", '{"name": "Zoë')), "parsed", False, False, False),
         (reply("", ToolCall("delete_user", "{}")), "parsed", False, False, False),
-        (reply('{"name": "create_user", "arguments": {"name": "Zoë Čapek", "age": 34}}'), "unread", False, True, True),
-        (reply('< "arguments": {"name": "Zoë Čapek", "age": 34}}]'), "remains", False, False, False),
+        (
+            reply('{"name": "create_user", "arguments": {"name": "Zoë Čapek", "age": 34}}'),
+            "unread",
+            False,
+            True,
+            True,
+        ),
+        (
+            reply('< "arguments": {"name": "Zoë Čapek", "age": 34}}]'),
+            "remains",
+            False,
+            False,
+            False,
+        ),
         (reply("I have created the account."), "", False, False, False),
         (reply(""), "", False, False, False),
     ],
 )
 def test_calls(said: Reply, form: str, parsed: bool, valid: bool, right: bool) -> None:
     answer = answer_of(CALL, said)
-    assert (answer.form, answer.parsed, answer.schema_valid, answer.right) == (form, parsed, valid, right)
+    assert (answer.form, answer.parsed, answer.schema_valid, answer.right) == (
+        form,
+        parsed,
+        valid,
+        right,
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "parsed", "valid", "right"),
     [
         ('{"city": "Bergen", "population": 291940, "capital": false}', True, True, True),
-        ('```json\n{"city": "Bergen", "population": 291940.0, "capital": false}\n```', True, True, True),
+        (
+            '```json\n{"city": "Bergen", "population": 291940.0, "capital": false}\n```',
+            True,
+            True,
+            True,
+        ),
         ('{"city": "Bergen", "population": 291940, "capital": 0}', True, False, False),
-        ('{"city": "Bergen", "population": 291940, "capital": false, "more": 1}', True, False, False),
+        (
+            '{"city": "Bergen", "population": 291940, "capital": false, "more": 1}',
+            True,
+            False,
+            False,
+        ),
         ('{"city": "Bergen", "population": 29194, "capital": false}', True, True, False),
         ('{"city": "Bergen", "population": NaN, "capital": false}', True, False, False),
-        ('Here it is: {"city": "Bergen", "population": 291940, "capital": false}', False, False, False),
+        (
+            'Here it is: {"city": "Bergen", "population": 291940, "capital": false}',
+            False,
+            False,
+            False,
+        ),
         ("[" * 100_000, False, False, False),
         ("[]", False, False, False),
     ],
@@ -94,7 +159,12 @@ SCHEMA = {
     "type": "object",
     "properties": {
         "a": {"type": ["number", "null"], "minimum": -2, "maximum": 2},
-        "b": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]*$"}, "minItems": 1, "maxItems": 2},
+        "b": {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^[a-z]*$"},
+            "minItems": 1,
+            "maxItems": 2,
+        },
         "c": {"type": "integer", "enum": [1, 3]},
     },
     "required": ["a"],
@@ -164,7 +234,9 @@ def test_what_breaks_only_under_load_is_named_so_without_a_reference() -> None:
     assert "with 32 at a time 18 cases are lost and 0 gained" in finding.title
 
 
-def test_nothing_right_and_no_reference_is_unclear_and_a_weak_model_served_faithfully_is_good() -> None:
+def test_nothing_right_and_no_reference_is_unclear_and_a_weak_model_served_faithfully_is_good() -> (
+    None
+):
     assert ruled(measured(level(1, 0), level(8, 0)), None).state == "unclear"
     assert ruled(measured(level(1, 0), level(8, 0)), measured(level(0, 0))).state == "good"
 
@@ -198,7 +270,19 @@ def test_each_count_is_held_against_the_reference_question_by_question() -> None
 def test_a_question_that_was_asked_in_several_texts_counts_once() -> None:
     def probe(*passed: bool) -> CheckRecord:
         texts = tuple(
-            Sample("ok", None, None, "stop", 5, "x", 9, 9, 0.7, seed, checks=(AnswerCheck("paris", right),))
+            Sample(
+                "ok",
+                None,
+                None,
+                "stop",
+                5,
+                "x",
+                9,
+                9,
+                0.7,
+                seed,
+                checks=(AnswerCheck("paris", right),),
+            )
             for seed, right in enumerate(passed)
         )
         return CheckRecord(probes=(ProbeResult("france", "France", texts),))
@@ -228,8 +312,14 @@ def test_a_call_that_came_as_one_counts_whatever_the_model_writes_after_the_tool
     from assay.coherence.probes import ToolUse
 
     first = reply("", ToolCall("get_weather", '{"city": "Oslo"}', "c1"))
-    again = reply('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_response>')
-    for replies, form in (([first, again], "parsed"), ([again, first], "remains"), ([reply("Hm."), again], "remains")):
+    again = reply(
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_response>'
+    )
+    for replies, form in (
+        ([first, again], "parsed"),
+        ([again, first], "remains"),
+        ([reply("Hm."), again], "remains"),
+    ):
         outcome = Outcome(Task(ToolUse(), "", GREEDY))
         outcome.replies, outcome.tools = list(replies), {"get_weather"}
         assert to_sample(outcome).tool_form == form

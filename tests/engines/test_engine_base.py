@@ -2,7 +2,15 @@ import math
 
 import pytest
 
-from assay.engines import Capability, CapabilityReport, Message, MissingCapability, Request, Timing, TokenScores
+from assay.engines import (
+    Capability,
+    CapabilityReport,
+    Message,
+    MissingCapability,
+    Request,
+    Timing,
+    TokenScores,
+)
 from assay.verdict import Verdict
 
 
@@ -19,7 +27,9 @@ def test_a_request_has_one_subject() -> None:
 
 
 def test_decode_speed_leaves_out_what_came_with_the_first_chunk() -> None:
-    timing = Timing(started=1.0, first_token=1.5, last_token=3.5, first_chunk_tokens=4, chunk_times=(1.5, 3.5))
+    timing = Timing(
+        started=1.0, first_token=1.5, last_token=3.5, first_chunk_tokens=4, chunk_times=(1.5, 3.5)
+    )
     assert timing.ttft == 0.5
     assert timing.decode_tokens_per_s(104) == 50.0
     assert timing.time_per_output_token(104) == 0.02
@@ -47,7 +57,10 @@ def test_a_missing_capability_is_refused_with_its_reason() -> None:
     assert report.reason(Capability.CHAT) is None
     with pytest.raises(MissingCapability) as caught:
         report.require(Capability.ECHO, "bits per byte")
-    assert caught.value.message == "http://host/v1 has no echo, needed for bits per byte: 400: no echo here"
+    assert (
+        caught.value.message
+        == "http://host/v1 has no echo, needed for bits per byte: 400: no echo here"
+    )
     assert caught.value.verdict is Verdict.ERROR
     assert report.reason(Capability.TOOLS) == "not probed"
     assert report.to_json() == {"present": ["chat"], "absent": {"echo": "400: no echo here"}}

@@ -1,4 +1,6 @@
-"""llama.cpp with a real model: paths, batches, cache types, and the tokenizer against transformers'."""
+"""llama.cpp with a real model: paths, batches, cache types, and the tokenizer against
+transformers'.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from llama_cpp_package import require_llama_cpp
 
 pytestmark = pytest.mark.engine
 
-TEXT = "The tower is 324 metres tall, about the same height as an 81-storey building, and the tallest in Paris. " * 3
+TEXT = (
+    "The tower is 324 metres tall, about the same height as an 81-storey building, and the tallest"
+    " in Paris. " * 3
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +73,20 @@ def test_sentencepiece_vocabulary_is_that_of_transformers(gemma3: Path) -> None:
     engine.close()
 
 
-def test_predicts_like_transformers(scorer: GgufScorer, windows: list[Window], smollm2: Path) -> None:
-    """Q4_1 holds this model's weights exactly, but llama.cpp rounds activations to 8 bits: close, not equal."""
+def test_predicts_like_transformers(
+    scorer: GgufScorer, windows: list[Window], smollm2: Path
+) -> None:
+    """Q4_1 holds this model's weights exactly, but llama.cpp rounds activations to 8 bits: close,
+    not equal.
+    """
     from assay.engines.hf.scorer import HfScorer
     from assay.fidelity.metrics import window_statistics
 
     reference = HfScorer.load(f"hf:{smollm2}?dtype=float32")
     job = ScoreJob()
-    pairs = zip(reference.score_windows(windows, job), scorer.score_windows(windows, job), strict=True)
+    pairs = zip(
+        reference.score_windows(windows, job), scorer.score_windows(windows, job), strict=True
+    )
     seen = [window_statistics(ref, cand) for ref, cand in pairs]
     kl = np.concatenate([s.kl.numpy() for s in seen])
     assert 0 < kl.mean() < 0.02
@@ -102,7 +113,9 @@ def test_batches_of_windows_do_not_mix(scorer: GgufScorer, windows: list[Window]
     assert together.std() > 1
 
 
-def test_quantised_cache_is_engaged(gguf_file: Path, scorer: GgufScorer, windows: list[Window]) -> None:
+def test_quantised_cache_is_engaged(
+    gguf_file: Path, scorer: GgufScorer, windows: list[Window]
+) -> None:
     """Prefill reads the cache in llama.cpp, so that a coarser one shows on every path."""
     coarse = GgufScorer.load(f"gguf:{gguf_file}?kv=q4_0")
     whole, rough = (logits(engine, windows, ScoreJob()) for engine in (scorer, coarse))
@@ -140,12 +153,16 @@ def test_hooks_are_refused(scorer: GgufScorer, windows: list[Window]) -> None:
         list(scorer.score_windows(windows, ScoreJob(hook=HookSpec("a:b"))))
 
 
-def test_greedy_steps_are_what_scoring_says_of_the_same_tokens(scorer: GgufScorer, windows: list[Window]) -> None:
+def test_greedy_steps_are_what_scoring_says_of_the_same_tokens(
+    scorer: GgufScorer, windows: list[Window]
+) -> None:
     found = scorer.generate_greedy([w.tokens[:12] for w in windows], 6)
     grown = [
-        Window(w.index, (*w.tokens[:12], *(s.token for s in steps))) for w, steps in zip(windows, found, strict=True)
+        Window(w.index, (*w.tokens[:12], *(s.token for s in steps)))
+        for w, steps in zip(windows, found, strict=True)
     ]
-    # Token by token on both sides: a quantised product of many tokens at once rounds in another way.
+    # Token by token on both sides: a quantised product of many tokens at once rounds in another
+    # way.
     scored = logits(scorer, grown, ScoreJob(ScoringPath.DECODE, scored_from=12, batch=3))
     for rows, steps in zip(scored, found, strict=True):
         for row, step in zip(rows.astype(np.float64), steps, strict=True):

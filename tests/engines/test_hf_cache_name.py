@@ -8,7 +8,9 @@ from assay.engines.hf.cache import with_cache
 
 
 class Old:
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> None: ...
+    def forward(
+        self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> None: ...
 
 
 class New:

@@ -29,12 +29,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=1000, hidden_size=1024, intermediate_size=16_384, num_hidden_layers=2, num_attention_heads=16,
-        num_key_value_heads=4, max_position_embeddings=2048,
-    )  # fmt: skip
+        vocab_size=1000,
+        hidden_size=1024,
+        intermediate_size=16_384,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(1000)}, unk_token="w0"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -66,10 +73,14 @@ def test_the_gpu_is_found_and_said(scorer: HfScorer) -> None:
 
 
 @pytest.mark.parametrize("path", list(ScoringPath))
-def test_a_batch_that_does_not_fit_is_halved_with_the_same_numbers(scorer: HfScorer, path: ScoringPath) -> None:
+def test_a_batch_that_does_not_fit_is_halved_with_the_same_numbers(
+    scorer: HfScorer, path: ScoringPath
+) -> None:
     job = ScoreJob(path, scored_from=1000, chunk=8, batch=16)
     expected = [rows.states for rows in scorer.score_windows(windows(16), job)]
-    alone = [rows.states for rows in scorer.score_windows(windows(16), ScoreJob(path, 1000, 8, batch=1))]
+    alone = [
+        rows.states for rows in scorer.score_windows(windows(16), ScoreJob(path, 1000, 8, batch=1))
+    ]
     own = max(float((a - b).abs().max()) for a, b in zip(alone, expected, strict=True))
     torch.cuda.synchronize()
     block = LENGTH * 16_384 * 4  # one tensor of the feed-forward of one window

@@ -32,9 +32,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=1, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.3,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -62,7 +69,9 @@ def test_greedy_in_a_batch_is_greedy_by_transformers(engine: HfEngine, model: An
     asked = [Request(prompt=p, max_tokens=24, ignore_eos=True) for p in prompts(6)]
     for request, reply in zip(asked, engine.generate_batch(asked), strict=True):
         ids = torch.tensor([request.prompt])
-        want = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        want = model.generate(
+            ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
         text = " ".join(WORDS[t - 3] if t >= 3 else "" for t in want[0, ids.shape[1] :].tolist())
         assert reply.content.split() == text.split()
         assert (reply.completion_tokens, reply.finish_reason) == (24, "length")
@@ -72,7 +81,10 @@ def test_greedy_in_a_batch_is_greedy_by_transformers(engine: HfEngine, model: An
 def test_what_is_not_written_by_the_deadline_is_given_up_and_what_ended_before_it_stays(
     engine: HfEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [Request(prompt=p, max_tokens=n, ignore_eos=True) for p, n in zip(prompts(3), (4, 40, 40), strict=True)]
+    asked = [
+        Request(prompt=p, max_tokens=n, ignore_eos=True)
+        for p, n in zip(prompts(3), (4, 40, 40), strict=True)
+    ]
     ticks = iter(range(1000))
     monkeypatch.setattr("assay.engines.hf.engine.time.monotonic", lambda: next(ticks))
     replies = engine.generate_batch(asked, deadline=8)
@@ -92,7 +104,9 @@ def test_a_seed_gives_one_text_whatever_shares_the_batch(engine: HfEngine) -> No
     assert len({reply.content for reply in replies}) > 5
 
 
-def test_scores_are_those_of_one_plain_pass(engine: HfEngine, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_those_of_one_plain_pass(
+    engine: HfEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     monkeypatch.setattr("assay.engines.hf.engine._LOGITS_AT_ONCE", 20 * 123)  # chunks of 20 tokens
@@ -147,7 +161,9 @@ def test_what_it_cannot_do_is_refused(engine: HfEngine, tiny: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("spread", [0.01, 2.0])
-def test_draws_follow_the_nucleus_of_transformers(top_p: float, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_follow_the_nucleus_of_transformers(
+    top_p: float, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tokens that can be drawn, and how often, against transformers' own top-p filter."""
     import torch
     from transformers import TopPLogitsWarper
@@ -162,7 +178,9 @@ def test_draws_follow_the_nucleus_of_transformers(top_p: float, spread: float, m
     draws = 20_000
     # Evenly spaced numbers hit every token as often as its share, to within one.
     uniform = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
-    many = draw_tokens(logits.expand(draws, -1), torch.full((draws,), 0.7), torch.full((draws,), top_p), uniform)
+    many = draw_tokens(
+        logits.expand(draws, -1), torch.full((draws,), 0.7), torch.full((draws,), top_p), uniform
+    )
     found = torch.bincount(many, minlength=300).double() / draws
     assert (found - want).abs().max() < 2 / draws
 
@@ -177,12 +195,16 @@ def test_greedy_rows_and_dead_rows() -> None:
     assert draw_tokens(logits, heat, one, one / 2).tolist() == [1, 0, 0]
 
 
-def test_greedy_steps_are_those_of_transformers_with_its_two_likeliest(engine: HfEngine, model: Any) -> None:
+def test_greedy_steps_are_those_of_transformers_with_its_two_likeliest(
+    engine: HfEngine, model: Any
+) -> None:
     import torch
 
     from assay.engines.hf.scorer import HfScorer
 
-    prefixes = [tuple(int(t) for t in row) for row in np.random.default_rng(2).integers(3, 123, size=(4, 9))]
+    prefixes = [
+        tuple(int(t) for t in row) for row in np.random.default_rng(2).integers(3, 123, size=(4, 9))
+    ]
     found = HfScorer(engine).generate_greedy(prefixes, 12)
     for prefix, steps in zip(prefixes, found, strict=True):
         ids = list(prefix)
@@ -192,7 +214,9 @@ def test_greedy_steps_are_those_of_transformers_with_its_two_likeliest(engine: H
                 logprobs = model(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
             values, order = logprobs.topk(2)
             assert [step.token, step.runner_up] == order.tolist()
-            assert [step.logprob, step.runner_up_logprob] == pytest.approx(values.tolist(), abs=1e-4)
+            assert [step.logprob, step.runner_up_logprob] == pytest.approx(
+                values.tolist(), abs=1e-4
+            )
             ids.append(step.token)
 
 
@@ -206,7 +230,9 @@ def test_a_text_of_its_own_begins_after_the_start_token_or_what_separates_docume
             def __call__(self, text: str) -> dict[str, list[int]]:
                 return {"input_ids": [*puts, 7]}
 
-        return Tokenizer(get_vocab=lambda: vocabulary, **{"bos_token_id": None, "eos_token_id": None, **names})
+        return Tokenizer(
+            get_vocab=lambda: vocabulary, **{"bos_token_id": None, "eos_token_id": None, **names}
+        )
 
     assert document_start(tokenizer({"<|endoftext|>": 5}, [1], bos_token_id=1)) == 1
     assert document_start(tokenizer({"<|endoftext|>": 5}, [], bos_token_id=1)) == 5

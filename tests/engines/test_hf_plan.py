@@ -15,7 +15,11 @@ def test_engine_strings() -> None:
     assert parse_spec("hf:./model") == HfSpec("./model")
     assert parse_spec("hf:m?kv_cache_dtype=fp8") == parse_spec("hf:m?kv_cache_dtype=fp8_e4m3")
     assert parse_spec("hf:m?threads=3&attention=assay") == HfSpec("m", attention="assay", threads=3)
-    assert parse_spec("hf:m?threads=auto") == parse_spec("hf:m") == HfSpec("m", device="auto", attention="sdpa")
+    assert (
+        parse_spec("hf:m?threads=auto")
+        == parse_spec("hf:m")
+        == HfSpec("m", device="auto", attention="sdpa")
+    )
     assert parse_spec("./model?device=cuda&dtype=float32") == HfSpec("./model", "float32", "cuda")
 
 

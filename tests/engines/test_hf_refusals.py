@@ -47,7 +47,9 @@ def test_windows_longer_than_the_positions_are_refused(model: Any) -> None:
 
 def test_ids_that_the_model_has_no_embedding_for_are_refused(model: Any) -> None:
     given = [Window(0, (3, 49, 7)), Window(1, (3, 50, 7))]
-    with pytest.raises(AssayError, match="the tokenizer gives token 50, and LlamaForCausalLM has 50 embeddings"):
+    with pytest.raises(
+        AssayError, match="the tokenizer gives token 50, and LlamaForCausalLM has 50 embeddings"
+    ):
         list(window_scoring.window_states(model, given, ScoreJob(), None))
 
 
@@ -58,10 +60,14 @@ def test_a_batch_is_halved_until_it_fits(model: Any, monkeypatch: pytest.MonkeyP
     def full(model: Any, part: Any, job: Any, hook: Any) -> Any:
         tried.append(len(part))
         if len(part) > 1:
-            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
+            raise RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"
+            )
         return whole(model, part, job, hook)
 
-    expected = [s for _, s in window_scoring.window_states(model, windows(8), ScoreJob(batch=1), None)]
+    expected = [
+        s for _, s in window_scoring.window_states(model, windows(8), ScoreJob(batch=1), None)
+    ]
     monkeypatch.setattr(window_scoring, "_batch_states", full)
     found = list(window_scoring.window_states(model, windows(8), ScoreJob(batch=4), None))
     assert tried == [4, 2, 1, 1, 1, 1, 1]
@@ -70,7 +76,9 @@ def test_a_batch_is_halved_until_it_fits(model: Any, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(states, own)
 
 
-def test_one_window_that_does_not_fit_is_an_error_with_a_remedy(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_window_that_does_not_fit_is_an_error_with_a_remedy(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
@@ -94,7 +102,9 @@ def tiny(tmp_path: Path, model: Any) -> Path:
     """A checkpoint with a tokenizer of words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(50)} | {"<unk>": 50}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{i}": i for i in range(50)} | {"<unk>": 50}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
@@ -105,7 +115,9 @@ Compared = Callable[[Path], tuple[int, dict[str, Any], str]]
 
 
 @pytest.fixture
-def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Compared:
+def compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Compared:
     """Exit code, report and all that is said by a comparison that is offered a `y`."""
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
@@ -120,7 +132,9 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
 
 
 @pytest.mark.parametrize("where", ["model", "tokenizer"])
-def test_a_checkpoint_never_runs_code_of_its_own(tiny: Path, where: str, compared: Compared) -> None:
+def test_a_checkpoint_never_runs_code_of_its_own(
+    tiny: Path, where: str, compared: Compared
+) -> None:
     ran = tiny / "ran"
     (tiny / "own.py").write_text(
         f"open({str(ran)!r}, 'w').close()\n"
@@ -130,10 +144,16 @@ def test_a_checkpoint_never_runs_code_of_its_own(tiny: Path, where: str, compare
         "class Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
     )
     if where == "model":
-        change = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+        change = {
+            "model_type": "own",
+            "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+        }
         file = tiny / "config.json"
     else:
-        change = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.Tokenizer"]}}
+        change = {
+            "tokenizer_class": "OwnTokenizer",
+            "auto_map": {"AutoTokenizer": [None, "own.Tokenizer"]},
+        }
         file = tiny / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     code, report, said = compared(tiny)
@@ -153,7 +173,9 @@ class _Payload:
         return (Path.touch, (self.target,))
 
 
-def test_a_pickle_that_is_more_than_weights_is_refused(tiny: Path, model: Any, compared: Compared) -> None:
+def test_a_pickle_that_is_more_than_weights_is_refused(
+    tiny: Path, model: Any, compared: Compared
+) -> None:
     (tiny / "model.safetensors").unlink()
     ran = tiny / "ran"
     torch.save(dict(model.state_dict()) | {"more": _Payload(ran)}, tiny / "pytorch_model.bin")

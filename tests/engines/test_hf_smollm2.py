@@ -28,7 +28,10 @@ def ask(text: str, **settings: object) -> Request:
 def test_it_knows_the_capital_of_france_and_stops(engine: HfEngine) -> None:
     assert Capability.CHAT in engine.capabilities
     greedy, warm = engine.generate_batch(
-        [ask("What is the capital of France?"), ask("What is the capital of France?", temperature=0.7, seed=1)]
+        [
+            ask("What is the capital of France?"),
+            ask("What is the capital of France?", temperature=0.7, seed=1),
+        ]
     )
     # So small a model names another place now and then when it is sampled.
     assert "Paris" in greedy.content
@@ -57,7 +60,12 @@ def test_a_quantiser_that_is_not_installed_is_named(smollm2: Path, tmp_path: Pat
     for file in smollm2.iterdir():
         (tmp_path / file.name).symlink_to(file)
     config = json.loads((smollm2 / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
+    config["quantization_config"] = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 64,
+        "zero_point": True,
+    }
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(AssayError, match="gptqmodel") as raised:
@@ -74,5 +82,7 @@ def test_a_tensor_that_is_missing_is_not_made_up(smollm2: Path, tmp_path: Path) 
     tensors = load_file(smollm2 / "model.safetensors")
     del tensors["model.layers.7.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(AssayError, match=r"1 of its tensors .* model\.layers\.7\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        AssayError, match=r"1 of its tensors .* model\.layers\.7\.mlp\.up_proj\.weight"
+    ):
         HfEngine.load(f"hf:{tmp_path}")

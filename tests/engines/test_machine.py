@@ -1,4 +1,6 @@
-"""What is free on a machine, read from files of a machine of our own making, and batches that are halved."""
+"""What is free on a machine, read from files of a machine of our own making, and batches that are
+halved.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,17 @@ GIB = 1 << 30
 
 
 class Machine:
-    """A tree of /proc and /sys; its CPUs spend `busy` of each second at work while a quarter of a second is slept."""
+    """A tree of /proc and /sys; its CPUs spend `busy` of each second at work while a quarter of a
+    second is slept.
+    """
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
         monkeypatch.setattr(machine, "_ROOT", root)
         monkeypatch.setattr(machine, "_run", None)  # what tests of other files began
-        monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(self.cpus), raising=False)
+        monkeypatch.setattr(
+            machine.os, "sched_getaffinity", lambda _: set(self.cpus), raising=False
+        )
         monkeypatch.setattr(machine.time, "process_time", lambda: self.own)
         monkeypatch.setattr(machine.time, "sleep", self._sleep)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -76,12 +82,15 @@ def test_only_the_cpus_that_it_may_use_count_and_two_on_one_core_are_one(compute
     computer.cpus = [2, 3, 10, 11]
     assert computer.threads() == 4
     for cpu, both in ((2, "2,10"), (10, "2,10"), (3, "3,11"), (11, "3,11")):
-        computer.write(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", both + "\n")
+        computer.write(
+            f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", both + "\n"
+        )
     assert computer.threads() == 2
 
 
 @pytest.mark.parametrize(
-    ("quota", "threads"), [("max 100000", 8), ("50000 100000", 1), ("250000 100000", 2), ("900000", 8)]
+    ("quota", "threads"),
+    [("max 100000", 8), ("50000 100000", 1), ("250000 100000", 2), ("900000", 8)],
 )
 def test_a_quota_of_a_cgroup_is_kept(computer: Machine, quota: str, threads: int) -> None:
     computer.write("proc/self/cgroup", "0::/a/b")
@@ -96,7 +105,9 @@ def test_a_quota_of_the_older_kind_is_kept_as_a_container_sees_it(computer: Mach
     assert computer.threads() == 3
 
 
-def test_the_load_stands_in_where_nobody_counts(computer: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_stands_in_where_nobody_counts(
+    computer: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (computer.root / STAT).unlink()
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (6.2, 1.0, 1.0))
     assert computer.threads() == 2
@@ -135,7 +146,11 @@ def test_a_run_that_was_interrupted_goes_on_with_as_many_threads(
 
 
 def test_this_machine_has_something_free() -> None:
-    assert 1 <= machine.choose_threads() <= max(os.cpu_count() or 1, int(os.environ.get("OMP_NUM_THREADS", 1)))
+    assert (
+        1
+        <= machine.choose_threads()
+        <= max(os.cpu_count() or 1, int(os.environ.get("OMP_NUM_THREADS", 1)))
+    )
     assert machine.free_memory() > 0
 
 
@@ -210,7 +225,10 @@ def test_batches_are_halved_and_stay_so() -> None:
 def test_one_item_that_does_not_fit_is_named_and_other_errors_pass() -> None:
     with pytest.raises(AssayError, match="out of memory with item 0 on cpu") as caught:
         list(machine.Batches(4).run(range(3), Worker(0), too_large))
-    assert (caught.value.finding_id, caught.value.verdict.exit_code) == ("fidelity.out_of_memory", 2)
+    assert (caught.value.finding_id, caught.value.verdict.exit_code) == (
+        "fidelity.out_of_memory",
+        2,
+    )
 
     def broken(part: Any) -> list[int]:
         raise RuntimeError("shapes")
@@ -221,9 +239,13 @@ def test_one_item_that_does_not_fit_is_named_and_other_errors_pass() -> None:
 
 @contextmanager
 def half_a_core() -> Iterator[Callable[[], None]]:
-    """A cgroup of half a core, as a function that puts a process into it; skips where none can be made."""
+    """A cgroup of half a core, as a function that puts a process into it; skips where none can be
+    made.
+    """
     root = Path("/sys/fs/cgroup")
-    group = (root if (root / "cgroup.controllers").exists() else root / "cpu") / f"assay-test-{os.getpid()}"
+    group = (
+        root if (root / "cgroup.controllers").exists() else root / "cpu"
+    ) / f"assay-test-{os.getpid()}"
     limits = {"cpu.max": "50000 100000"} if group.parent == root else {"cpu.cfs_quota_us": "50000"}
     try:
         group.mkdir()
@@ -246,11 +268,24 @@ def one_core() -> None:
 
 def words_of(model: Path, cache: Path, *more: str) -> list[str]:
     specs = [f"hf:{model}", f"hf:{model}?dtype=float32"]
-    return ["compare", *specs, "--length", "64", "--no-floors", *more, "--json", str(cache / "out.json")]
+    return [
+        "compare",
+        *specs,
+        "--length",
+        "64",
+        "--no-floors",
+        *more,
+        "--json",
+        str(cache / "out.json"),
+    ]
 
 
-def compared(model: Path, cache: Path, before: Callable[[], None], *more: str) -> tuple[int, dict[str, Any], str]:
-    settings = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"ASSAY_CACHE": str(cache)}
+def compared(
+    model: Path, cache: Path, before: Callable[[], None], *more: str
+) -> tuple[int, dict[str, Any], str]:
+    settings = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {
+        "ASSAY_CACHE": str(cache)
+    }
     done = subprocess.run(
         [sys.executable, "-m", "assay", *words_of(model, cache, *more)],
         env=settings, preexec_fn=before, capture_output=True, text=True, timeout=400, check=False,
@@ -260,7 +295,10 @@ def compared(model: Path, cache: Path, before: Callable[[], None], *more: str) -
 
 @pytest.mark.engine
 def test_on_one_core_one_thread_is_used_and_said(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     code, body, shown = compared(tiny_llama, tmp_path, one_core, "--windows", "8")
     assert code in (0, 1, 3) and body["environment"]["threads"] == 1
@@ -279,7 +317,9 @@ def test_on_one_core_one_thread_is_used_and_said(
 
 
 @pytest.mark.engine
-def test_in_a_container_of_half_a_core_a_budget_is_kept_with_one_thread(tiny_llama: Path, tmp_path: Path) -> None:
+def test_in_a_container_of_half_a_core_a_budget_is_kept_with_one_thread(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
     with half_a_core() as enter:
         code, body, _ = compared(tiny_llama, tmp_path, enter, "--budget", "0.7")
     assert code in (0, 1, 3), body["findings"]

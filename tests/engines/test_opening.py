@@ -33,7 +33,8 @@ def test_what_is_wrong_is_named(tmp_path: Path, spec: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["hf:./nowhere", "vllm:/nowhere/model?dtype=auto", "gguf:../nowhere.gguf", "hf:~/nowhere"]
+    "spec",
+    ["hf:./nowhere", "vllm:/nowhere/model?dtype=auto", "gguf:../nowhere.gguf", "hf:~/nowhere"],
 )
 def test_a_path_where_nothing_is_is_named(spec: str) -> None:
     with pytest.raises(AssayError, match=r"there is no .*nowhere"):
@@ -49,7 +50,9 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["tpu9", "cuda:99999999999", "cuda", ""])
-def test_a_device_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_a_device_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "config.json").write_text("{}")
@@ -63,13 +66,17 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest
 def test_an_option_that_the_path_does_not_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     spec = f"hf:{tmp_path}?kv_cache_dtype=fp8"
-    with pytest.raises(AssayError, match=r"kv_cache_dtype=fp8_e4m3 .* the prefill path reads none") as caught:
+    with pytest.raises(
+        AssayError, match=r"kv_cache_dtype=fp8_e4m3 .* the prefill path reads none"
+    ) as caught:
         check_spec(spec, ScoringPath.PREFILL)
     assert "\n" not in caught.value.message
     for path in (ScoringPath.CHUNKED, ScoringPath.DECODE, None):
         check_spec(spec, path)
     check_spec(f"hf:{tmp_path}?kv_cache_dtype=auto", ScoringPath.PREFILL)
-    check_spec("vllm:ORG/NAME?kv_cache_dtype=fp8", ScoringPath.PREFILL)  # vLLM's prefill reads its cache
+    check_spec(
+        "vllm:ORG/NAME?kv_cache_dtype=fp8", ScoringPath.PREFILL
+    )  # vLLM's prefill reads its cache
 
 
 def test_what_may_be_right_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +107,9 @@ def test_a_device_and_threads_go_to_the_engines_that_take_them() -> None:
         assert with_options(spec, device="auto", threads="auto") == spec
 
 
-def test_a_name_on_a_hub_that_does_not_answer_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_a_hub_that_does_not_answer_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("transformers")
     import huggingface_hub
 

@@ -1,4 +1,6 @@
-"""Engines on a real Ray cluster of two nodes on this machine: the same numbers, lost workers and nodes, other set-ups."""
+"""Engines on a real Ray cluster of two nodes on this machine: the same numbers, lost workers and
+nodes, other set-ups.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ from assay.engines.scoring import Engagement, HookSpec, ScoreJob, TokenizerFacts
 from assay.errors import AssayError, UsageError
 from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import Plan
-from assay.lab.gap.gap import run_gap
-from assay.lab.gap.plan import GapPlan
-from assay.lab.kv.evaluate import run_sweep
-from assay.lab.options import SweepPlan
 from assay.options import is_address
 from assay.serving.launch import free_port
+from assay_lab.gap.gap import run_gap
+from assay_lab.gap.plan import GapPlan
+from assay_lab.kv.evaluate import run_sweep
+from assay_lab.options import SweepPlan
 from tiny_target import make_target
 
 RAY = Path(sys.executable).with_name("ray")
@@ -48,7 +50,10 @@ RAY = Path(sys.executable).with_name("ray")
 
 def test_an_address_may_follow_the_flag_and_need_not() -> None:
     assert _json_in_one_word(["compare", "a", "b", "--ray"])[-1] == "--ray=local"
-    assert _json_in_one_word(["compare", "--ray", "10.0.0.1:6379", "a"])[1:] == ["--ray=10.0.0.1:6379", "a"]
+    assert _json_in_one_word(["compare", "--ray", "10.0.0.1:6379", "a"])[1:] == [
+        "--ray=10.0.0.1:6379",
+        "a",
+    ]
     assert _json_in_one_word(["compare", "--ray", "hf:./a?threads=1", "b"])[1] == "--ray=local"
     assert _json_in_one_word(["compare", "--ray", "local", "b"])[1:] == ["--ray=local", "b"]
     assert is_address("auto") and is_address("head.node:6379") and not is_address("gguf:file.gguf")
@@ -90,7 +95,11 @@ def test_the_batch_of_a_run_is_the_least_that_any_worker_chooses() -> None:
     scorer._pool, scorer.spec, scorer._sizes = Pool(), "hf:a", {}  # type: ignore[assignment]
     windows = [Window(0, (1, 2, 3))]
     noise = HookSpec("assay.fidelity.breakdown:RoundingNoise", {"sigma": 0.1, "seed": 0})
-    assert scorer._together(windows, ScoreJob(batch=0)) == scorer._together(windows, ScoreJob(batch=0, hook=noise)) == 4
+    assert (
+        scorer._together(windows, ScoreJob(batch=0))
+        == scorer._together(windows, ScoreJob(batch=0, hook=noise))
+        == 4
+    )
     assert scorer._together(windows, ScoreJob(batch=2)) == 2
 
 
@@ -115,7 +124,9 @@ def scripted_pool(answers: Callable[..., Any]) -> Pool:
     """A pool of one worker that says what `answers` gives; a lost one is replaced at once."""
     pool = Pool("local", 1)
     asked = count()
-    handle = SimpleNamespace(score=SimpleNamespace(remote=lambda *given: (next(asked), answers(*given[1:]))))
+    handle = SimpleNamespace(
+        score=SimpleNamespace(remote=lambda *given: (next(asked), answers(*given[1:])))
+    )
 
     def hire() -> None:
         pool._actors.append(Actor(handle, "node", opened={"spec"}))
@@ -138,7 +149,9 @@ def test_losses_with_work_done_between_them_end_no_run() -> None:
 
 def test_a_reference_that_cannot_be_read_occupies_no_worker() -> None:
     def damaged() -> tuple[str, tuple[Any, ...]]:
-        raise AssayError("the store is damaged", finding_id="fidelity.store_damaged", remedy="score it again")
+        raise AssayError(
+            "the store is damaged", finding_id="fidelity.store_damaged", remedy="score it again"
+        )
 
     pool = scripted_pool(lambda: 1)
     for _ in range(AHEAD + 1):
@@ -165,7 +178,9 @@ def test_room_that_was_free_is_no_part_of_a_set_up(monkeypatch: pytest.MonkeyPat
     def opened(tokens: int, dtype: str = "bfloat16") -> Any:
         facts = {"engine": "vllm", "dtype": dtype, "kv_cache_tokens": tokens}
         engine = SimpleNamespace(
-            describe=lambda: facts, ability=None, tokenizer=TokenizerFacts("s", 1, None, lambda t: [], lambda i: "")
+            describe=lambda: facts,
+            ability=None,
+            tokenizer=TokenizerFacts("s", 1, None, lambda t: [], lambda i: ""),
         )
         monkeypatch.setattr("assay.engines.ray_worker.open_scorer", lambda spec: engine)
         return Worker(1).open("vllm:model")
@@ -177,16 +192,23 @@ def test_room_that_was_free_is_no_part_of_a_set_up(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("facts", "scored"), [({"vllm": "0.1"}, 34), ({"vllm": "0.1", "kv_cache_tokens": 7}, 34), ({"vllm": "0.2"}, 40)]
+    ("facts", "scored"),
+    [({"vllm": "0.1"}, 34), ({"vllm": "0.1", "kv_cache_tokens": 7}, 34), ({"vllm": "0.2"}, 40)],
 )
 def test_a_run_goes_on_with_nothing_that_another_version_scored(
-    cache: Callable[[str], None], plan: Plan, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], scored: int
+    cache: Callable[[str], None],
+    plan: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+    facts: dict[str, Any],
+    scored: int,
 ) -> None:
     from assay.engines.hf.scorer import HfScorer
     from assay.fidelity import score
 
     def of_the_candidate(more: dict[str, Any]) -> None:
-        monkeypatch.setattr(HfScorer, "describe", lambda s: own(s) | (more if own(s)["model"] == "other" else {}))
+        monkeypatch.setattr(
+            HfScorer, "describe", lambda s: own(s) | (more if own(s)["model"] == "other" else {})
+        )
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -196,7 +218,9 @@ def test_a_run_goes_on_with_nothing_that_another_version_scored(
     plan = replace(plan, floors=False, greedy=0)
     assert run_compare(plan, Meanwhile({6: interrupt})).interrupted
     of_the_candidate(facts)
-    monkeypatch.setattr(score, "window_statistics", lambda a, b: seen.append(a.window.index) or statistics(a, b))
+    monkeypatch.setattr(
+        score, "window_statistics", lambda a, b: seen.append(a.window.index) or statistics(a, b)
+    )
     assert run_compare(plan).results["windows"] == 40
     assert len(seen) == scored
 
@@ -223,9 +247,21 @@ class Cluster:
         words = words or (f"--address={self.address}",)
         memory = f"--object-store-memory={100 << 20}"
         node = subprocess.Popen(
-            [RAY, "start", *words, "--num-cpus=1", memory, "--min-worker-port=0", "--max-worker-port=0", "--block"],
-            env={**self.env, **env}, stdout=self._log, stderr=self._log, start_new_session=True,
-        )  # fmt: skip
+            [
+                RAY,
+                "start",
+                *words,
+                "--num-cpus=1",
+                memory,
+                "--min-worker-port=0",
+                "--max-worker-port=0",
+                "--block",
+            ],
+            env={**self.env, **env},
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
         self._nodes.append(node)
         return node
 
@@ -278,7 +314,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.02 * weight.std())
     model.save_pretrained(other)
-    text.write_text(" ".join(f"the {i % 97} stones of river {i % 31} are {i % 7} feet wide" for i in range(900)))
+    text.write_text(
+        " ".join(f"the {i % 97} stones of river {i % 31} are {i % 7} feet wide" for i in range(900))
+    )
     return one, other, text
 
 
@@ -312,7 +350,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
 def plan(models: tuple[Path, Path, Path]) -> Plan:
     one, other, text = models
     return Plan(
-        f"hf:{one}", (f"hf:{other}",), text=(str(text),), windows=40, length=64, batch=2, threads=1, greedy=4, all=True
+        f"hf:{one}",
+        (f"hf:{other}",),
+        text=(str(text),),
+        windows=40,
+        length=64,
+        batch=2,
+        threads=1,
+        greedy=4,
+        all=True,
     )
 
 
@@ -415,13 +461,26 @@ def test_sweeps_and_gaps_give_the_same_numbers(
     cluster.start()
     wait_for_nodes(cluster, 2)
     sweep = SweepPlan(
-        f"hf:{one}?threads=1", codecs=("hadamard(bits=4)", "fp8", "hadamard(bits=2)"), text=(str(text),), windows=6, fresh=4,
-        length=64, batch=2,
-    )  # fmt: skip
+        f"hf:{one}?threads=1",
+        codecs=("hadamard(bits=4)", "fp8", "hadamard(bits=2)"),
+        text=(str(text),),
+        windows=6,
+        fresh=4,
+        length=64,
+        batch=2,
+    )
     gap = GapPlan(
-        f"hf:{one}?threads=1", f"hf:{other}?threads=1", codec="hadamard(bits=4)", text=(str(text),), windows=4, fresh=2,
-        length=64, batch=2, phases=(1, 3), sweep=(0.5, 1.0),
-    )  # fmt: skip
+        f"hf:{one}?threads=1",
+        f"hf:{other}?threads=1",
+        codec="hadamard(bits=4)",
+        text=(str(text),),
+        windows=4,
+        fresh=2,
+        length=64,
+        batch=2,
+        phases=(1, 3),
+        sweep=(0.5, 1.0),
+    )
     for run, asked in ((run_sweep, sweep), (run_gap, gap)):
         found = []
         for where in ("", cluster.address):
@@ -431,25 +490,40 @@ def test_sweeps_and_gaps_give_the_same_numbers(
 
 
 @pytest.mark.engine
-def test_the_text_of_a_head_is_the_same(cluster: Cluster, models: tuple[Path, Path, Path], cache: Any) -> None:
+def test_the_text_of_a_head_is_the_same(
+    cluster: Cluster, models: tuple[Path, Path, Path], cache: Any
+) -> None:
     from assay.engines.hf.engine import HfEngine
-    from assay.lab.heads.train import TEMPERATURES, on_workers, prompts, with_transformers, written
+    from assay_lab.heads.train import TEMPERATURES, on_workers, prompts, with_transformers, written
 
     one, _, text = models
     spec = f"hf:{one}?threads=1"
     with HfEngine.load(spec) as engine:
         asked = prompts(engine.tokenizer, 24, [str(text)])
-        expected = written(asked, with_transformers(engine.model, engine.tokenizer), 12, TEMPERATURES, None, chunk=4)
+        expected = written(
+            asked,
+            with_transformers(engine.model, engine.tokenizer),
+            12,
+            TEMPERATURES,
+            None,
+            chunk=4,
+        )
         with Pool(cluster.address, 0) as pool:
             spread = on_workers(pool, spec)
-            found = written(asked, lambda *given: [], 12, TEMPERATURES, None, chunk=4, spread=spread)
+            found = written(
+                asked, lambda *given: [], 12, TEMPERATURES, None, chunk=4, spread=spread
+            )
     assert found == expected and {t.temperature for t in found} == set(TEMPERATURES)
 
 
 def without_seconds(value: Any) -> Any:
     """A result without what a clock said."""
     if isinstance(value, dict):
-        return {k: without_seconds(v) for k, v in value.items() if k not in ("fit_s", "score_s", "seconds")}
+        return {
+            k: without_seconds(v)
+            for k, v in value.items()
+            if k not in ("fit_s", "score_s", "seconds")
+        }
     return [without_seconds(v) for v in value] if isinstance(value, list) else value
 
 
@@ -460,7 +534,8 @@ def test_a_node_of_another_set_up_is_refused_by_name(
     for node in cluster._nodes[1:]:
         cluster.stop(node)
     (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.metadata as m\nown = m.version\nm.version = lambda n: '1.0.0' if n == 'torch' else own(n)\n"
+        "import importlib.metadata as m\nown = m.version\nm.version = lambda n: '1.0.0' if n =="
+        " 'torch' else own(n)\n"
     )
     node = cluster.start(PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     wait_for_nodes(cluster, 2)
@@ -480,7 +555,9 @@ def test_no_cluster_and_no_ray_are_one_line(
     monkeypatch: pytest.MonkeyPatch, plan: Plan, cache: Callable[[str], None]
 ) -> None:
     ray.shutdown()
-    with pytest.raises(AssayError, match=r"no Ray cluster can be joined at 127\.0\.0\.1:1: Connection refused"):
+    with pytest.raises(
+        AssayError, match=r"no Ray cluster can be joined at 127\.0\.0\.1:1: Connection refused"
+    ):
         run_compare(replace(plan, ray="127.0.0.1:1"))
     monkeypatch.setattr("assay.engines.ray_scorer.find_spec", lambda name: None)
     with pytest.raises(AssayError) as error:
@@ -489,7 +566,9 @@ def test_no_cluster_and_no_ray_are_one_line(
 
 
 @pytest.mark.engine
-def test_ctrl_c_ends_a_local_run_with_130_and_leaves_nothing(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_local_run_with_130_and_leaves_nothing(
+    models: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
     one, other, text = models
     env = {**os.environ, **QUIET, "ASSAY_CACHE": str(tmp_path)}
     words = [

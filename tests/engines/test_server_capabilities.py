@@ -7,11 +7,28 @@ import pytest
 from assay.engines import Capability, Engine, Message, MissingCapability, Request
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.http import Limits
-from stub_server import METRICS, MODEL, Exchange, StubServer, events, healthy, models, sse, status, text
+from stub_server import (
+    METRICS,
+    MODEL,
+    Exchange,
+    StubServer,
+    events,
+    healthy,
+    models,
+    sse,
+    status,
+    text,
+)
 
 PATIENT = Limits(retries=1, first_backoff_s=0.01)
 CHAT, COMPLETIONS = "POST /v1/chat/completions", "POST /v1/completions"
-NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0, "top_k": -1}
+NEUTRAL = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "top_k": -1,
+}
 ASK = Request(messages=(Message("user", "hi"),), max_tokens=7, temperature=0.7, top_p=0.9, seed=3)
 
 
@@ -104,7 +121,9 @@ def test_a_refusal_for_another_reason_is_the_reason(stub: StubServer) -> None:
         assert engine.capabilities.reason(Capability.CHAT) == f"400: {no_template}"
         assert Capability.COMPLETIONS in engine.capabilities
         assert Capability.STREAM in engine.capabilities
-        assert "it needs chat, which is absent" in (engine.capabilities.reason(Capability.TOOLS) or "")
+        assert "it needs chat, which is absent" in (
+            engine.capabilities.reason(Capability.TOOLS) or ""
+        )
         reply = engine.stream(Request(prompt="The capital", max_tokens=5))
         assert reply.content == "Paris is the capital of France."
         with pytest.raises(MissingCapability, match="chat template") as caught:
@@ -138,8 +157,12 @@ def test_stream_options_that_are_refused(stub: StubServer, field: str) -> None:
         sent = stub.bodies(CHAT)[-1]
         assert Capability.STREAM in engine.capabilities
         assert Capability.CONTINUOUS_USAGE not in engine.capabilities
-        assert (Capability.STREAM_USAGE in engine.capabilities) is (field == "continuous_usage_stats")
-    assert sent.get("stream_options") == (None if field == "stream_options" else {"include_usage": True})
+        assert (Capability.STREAM_USAGE in engine.capabilities) is (
+            field == "continuous_usage_stats"
+        )
+    assert sent.get("stream_options") == (
+        None if field == "stream_options" else {"include_usage": True}
+    )
 
 
 def test_stream_options_that_are_ignored(stub: StubServer) -> None:
@@ -162,7 +185,9 @@ def test_tools_that_the_template_ignores(stub: StubServer) -> None:
 
 
 def test_tools_that_are_refused(stub: StubServer) -> None:
-    message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+    message = (
+        '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+    )
 
     def strict(e: Exchange) -> None:
         if "tools" in e.body:
@@ -184,7 +209,9 @@ def test_token_ids_that_are_taken_for_something_else(stub: StubServer) -> None:
 
 
 def test_a_server_without_pages_of_its_own(stub: StubServer) -> None:
-    stub.off("GET /metrics", "POST /tokenize", "GET /version").on("GET /v1/models", models(MODEL, owned_by="me"))
+    stub.off("GET /metrics", "POST /tokenize", "GET /version").on(
+        "GET /v1/models", models(MODEL, owned_by="me")
+    )
     with connect(stub) as engine:
         assert engine.identity.kind == "unknown"
         report = engine.capabilities
@@ -201,9 +228,16 @@ def test_metrics_that_are_none(stub: StubServer, body: str) -> None:
 
 
 def test_llama_cpp_is_recognised_and_tokenizes_in_its_own_way(stub: StubServer) -> None:
-    stub.off("GET /version").on("GET /v1/models", models(MODEL, owned_by="llamacpp", max_model_len=None))
-    stub.on("GET /props", text('{"build_info": "b7100-abc", "default_generation_settings": {"n_ctx": 4096}}'))
-    stub.on("POST /tokenize", lambda e: e.json({"tokens": [1, 2, 3] if "content" in e.body else []}))
+    stub.off("GET /version").on(
+        "GET /v1/models", models(MODEL, owned_by="llamacpp", max_model_len=None)
+    )
+    stub.on(
+        "GET /props",
+        text('{"build_info": "b7100-abc", "default_generation_settings": {"n_ctx": 4096}}'),
+    )
+    stub.on(
+        "POST /tokenize", lambda e: e.json({"tokens": [1, 2, 3] if "content" in e.body else []})
+    )
     with connect(stub) as engine:
         assert (engine.identity.kind, engine.identity.version) == ("llama.cpp", "b7100-abc")
         assert engine.max_model_len == 4096
@@ -212,7 +246,10 @@ def test_llama_cpp_is_recognised_and_tokenizes_in_its_own_way(stub: StubServer) 
 
 def test_other_kinds(stub: StubServer) -> None:
     stub.off("GET /version").on("GET /v1/models", models(MODEL, owned_by="sglang"))
-    stub.on("GET /server_info", text('{"version": "0.5.9", "model_path": "x", "kv_cache_dtype": "fp8_e5m2"}'))
+    stub.on(
+        "GET /server_info",
+        text('{"version": "0.5.9", "model_path": "x", "kv_cache_dtype": "fp8_e5m2"}'),
+    )
     with connect(stub) as engine:
         assert (engine.identity.kind, engine.identity.version) == ("sglang", "0.5.9")
         assert engine.identity.facts["kv_cache_dtype"] == "fp8_e5m2"
@@ -230,7 +267,10 @@ def test_metrics_of_a_running_server(stub: StubServer) -> None:
         assert engine.corrupted_requests() == 0.0
         stub.on(
             "GET /metrics",
-            text(METRICS.replace('total{engine="0",model_name="stub-model"} 0.0', "total{} 2"), "text/plain"),
+            text(
+                METRICS.replace('total{engine="0",model_name="stub-model"} 0.0', "total{} 2"),
+                "text/plain",
+            ),
         )
         assert engine.corrupted_requests() == 2.0
         stub.off("GET /metrics")
@@ -238,7 +278,12 @@ def test_metrics_of_a_running_server(stub: StubServer) -> None:
 
 
 def test_first_tokens_are_counted_by_tokenizing_where_usage_does_not_tell(stub: StubServer) -> None:
-    stub.on(CHAT, healthy(chunks=("one two three", " four"), per_chunk=1, continuous=False, seconds_per_chunk=0.02))
+    stub.on(
+        CHAT,
+        healthy(
+            chunks=("one two three", " four"), per_chunk=1, continuous=False, seconds_per_chunk=0.02
+        ),
+    )
     with connect(stub) as engine:
         timing = engine.stream(ASK).timing
         assert timing is not None
@@ -285,7 +330,12 @@ def test_messages_tools_and_extras_reach_the_server(stub: StubServer) -> None:
     sent = stub.bodies(CHAT)[-1]
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert sent["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert sent["messages"][2] == {"role": "tool", "content": "18 degrees", "tool_call_id": "c1", "name": "f"}
+    assert sent["messages"][2] == {
+        "role": "tool",
+        "content": "18 degrees",
+        "tool_call_id": "c1",
+        "name": "f",
+    }
     assert sent["tools"] == [tool]
     assert (sent["stop"], sent["ignore_eos"], sent["top_k"]) == (["\n"], True, 5)
     assert sent["chat_template_kwargs"] == {"enable_thinking": False}
@@ -295,13 +345,22 @@ def test_messages_tools_and_extras_reach_the_server(stub: StubServer) -> None:
 def test_a_stream_of_tool_calls_over_the_wire(stub: StubServer) -> None:
     def part(finish: str | None = None, **function: str) -> bytes:
         calls = [{"index": 0, "id": "c", "function": function}]
-        return sse({"choices": [{"index": 0, "delta": {"tool_calls": calls}, "finish_reason": finish}]})
+        return sse(
+            {"choices": [{"index": 0, "delta": {"tool_calls": calls}, "finish_reason": finish}]}
+        )
 
     with connect(stub) as engine:
         assert Capability.STREAM in engine.capabilities
         stub.on(
-            CHAT, events(part(name="get_weather"), part(arguments='{"city"'), part("tool_calls", arguments=': "Oslo"}'))
+            CHAT,
+            events(
+                part(name="get_weather"),
+                part(arguments='{"city"'),
+                part("tool_calls", arguments=': "Oslo"}'),
+            ),
         )
         reply = engine.stream(ASK)
-    assert [(c.name, c.arguments) for c in reply.tool_calls] == [("get_weather", '{"city": "Oslo"}')]
+    assert [(c.name, c.arguments) for c in reply.tool_calls] == [
+        ("get_weather", '{"city": "Oslo"}')
+    ]
     assert reply.timing is not None

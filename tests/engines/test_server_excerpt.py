@@ -11,10 +11,16 @@ from assay.engines.server.http import describe_body, looks_like_html, one_line
         (b'{"error": {"message": "no such model", "code": 404}}', "no such model"),
         (b'{"error": "Unauthorized"}', "Unauthorized"),
         (b'{"detail": "Not Found"}', "Not Found"),
-        (b'{"detail": [{"loc": ["body"], "msg": "field required"}, {"msg": "bad"}]}', "field required; bad"),
+        (
+            b'{"detail": [{"loc": ["body"], "msg": "field required"}, {"msg": "bad"}]}',
+            "field required; bad",
+        ),
         (b'{"object": "error", "message": "two\\nlines"}', "two lines"),
         (b"plain\ntext", "plain text"),
-        (b"<html><head><title>502 Bad\n Gateway</title></head></html>", "a web page titled '502 Bad Gateway'"),
+        (
+            b"<html><head><title>502 Bad\n Gateway</title></head></html>",
+            "a web page titled '502 Bad Gateway'",
+        ),
         (b"<!doctype html><p>hello", "a web page"),
         (b"\x1b[31mred\x07", "\\x1b[31mred\\x07"),
         (b'{"other": 1}', '{"other": 1}'),

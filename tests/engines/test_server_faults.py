@@ -127,7 +127,9 @@ def test_a_connection_that_went_stale_is_tried_again(stub: StubServer) -> None:
 
 
 def test_a_server_that_closes_after_every_answer_without_saying_so(stub: StubServer) -> None:
-    """As uvicorn does after an error 500: the kept connection is gone when the next request uses it."""
+    """As uvicorn does after an error 500: the kept connection is gone when the next request uses
+    it.
+    """
 
     def and_close(behaviour: Behaviour) -> Behaviour:
         def behave(exchange: Exchange) -> None:
@@ -139,7 +141,9 @@ def test_a_server_that_closes_after_every_answer_without_saying_so(stub: StubSer
     stub.on("GET /v1/models", and_close(status(500))).on("GET /version", and_close(not_found()))
     stub.on(CHAT, and_close(healthy()))
     with connect(stub, model=MODEL) as engine:
-        assert [engine.generate(ASK).content for _ in range(3)] == ["Paris is the capital of France."] * 3
+        assert [engine.generate(ASK).content for _ in range(3)] == [
+            "Paris is the capital of France."
+        ] * 3
 
 
 # Refused by status
@@ -273,7 +277,9 @@ def test_generation_that_always_fails(stub: StubServer) -> None:
 # Not the answer that was asked for
 
 
-@pytest.mark.parametrize("body", ["", "hello", '{"data": [', "\x00\xff", "[" * 100_000, "9" * 10_000])
+@pytest.mark.parametrize(
+    "body", ["", "hello", '{"data": [', "\x00\xff", "[" * 100_000, "9" * 10_000]
+)
 def test_not_json(stub: StubServer, body: str) -> None:
     stub.everywhere(text(body))
     error = failure(connect, stub)
@@ -300,7 +306,15 @@ def test_a_web_page_instead_of_a_stream(stub: StubServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "stream", [b"data: {not json}\n\n", b"data: [1]\n\n", b"data: hello\n\n", b"no events at all", b"", b"\xff\xfe\x00"]
+    "stream",
+    [
+        b"data: {not json}\n\n",
+        b"data: [1]\n\n",
+        b"data: hello\n\n",
+        b"no events at all",
+        b"",
+        b"\xff\xfe\x00",
+    ],
 )
 def test_a_stream_that_is_none(stub: StubServer, stream: bytes) -> None:
     error = fails_later(stub, events(stream) if stream else text("", "text/event-stream"))
@@ -334,7 +348,9 @@ def test_missing_usage_and_null_content(stub: StubServer) -> None:
     stub.on(CHAT, healthy(usage=False))
     with connect(stub) as engine:
         assert engine.stream(ASK).completion_tokens is None
-        stub.on(CHAT, text('{"choices": [{"message": {"content": null}, "finish_reason": "stop"}]}'))
+        stub.on(
+            CHAT, text('{"choices": [{"message": {"content": null}, "finish_reason": "stop"}]}')
+        )
         assert engine.generate(ASK).content == ""
 
 
@@ -388,7 +404,9 @@ def test_a_stream_that_ends_politely_but_too_early(stub: StubServer) -> None:
 
 
 def test_what_happens_after_the_end_mark_does_not_matter(stub: StubServer) -> None:
-    end = sse({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}) + b"data: [DONE]\n\n"
+    end = (
+        sse({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}) + b"data: [DONE]\n\n"
+    )
     with connect(stub) as engine:
         assert Capability.STREAM in engine.capabilities
         stub.on(CHAT, cut_after(PART, end))
@@ -428,7 +446,9 @@ def test_a_redirect_within_the_server_is_followed(stub: StubServer) -> None:
     assert connect_and_stream(stub).content.startswith("Paris")
 
 
-def test_a_redirect_elsewhere_is_named_and_not_followed(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redirect_elsewhere_is_named_and_not_followed(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STUB_KEY", "sk-very-secret")
     with StubServer() as other:
         stub.everywhere(redirect(other.url + "/v1/models?token=abc"))

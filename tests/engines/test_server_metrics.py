@@ -57,7 +57,9 @@ def test_an_empty_page_has_no_families() -> None:
     assert kv_cache_dtype(parse_metrics("")) is None
 
 
-@pytest.mark.parametrize("text", ["<html><body>502</body></html>", '{"detail": "Not Found"}', "a{b", "x y z w"])
+@pytest.mark.parametrize(
+    "text", ["<html><body>502</body></html>", '{"detail": "Not Found"}', "a{b", "x y z w"]
+)
 def test_what_is_no_page_of_metrics(text: str) -> None:
     with pytest.raises(ValueError, match="not a page of Prometheus metrics"):
         parse_metrics(text)

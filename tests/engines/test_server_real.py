@@ -19,7 +19,11 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "get_weather",
-        "parameters": {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo"]}},
+            "required": ["city"],
+        },
     },
 }
 
@@ -38,7 +42,9 @@ def transformers(transformers_server: Any) -> Iterator[ServerEngine]:
 
 def fixed(count: int, seed: int = 0) -> Request:
     """A request that generates exactly `count` tokens."""
-    return Request(messages=ASK, max_tokens=count, temperature=0.7, top_p=0.9, seed=seed, ignore_eos=True)
+    return Request(
+        messages=ASK, max_tokens=count, temperature=0.7, top_p=0.9, seed=seed, ignore_eos=True
+    )
 
 
 def decode_speed(reply: Reply) -> float:
@@ -91,7 +97,9 @@ def test_vllm_counts_and_times_every_token(vllm: ServerEngine) -> None:
 
 
 def test_timing_agrees_with_the_servers_own_histogram(vllm: ServerEngine) -> None:
-    """The same quantity in the same unit, over the same requests; how close it is, benchmarks/speed_agreement.py measures."""
+    """The same quantity in the same unit, over the same requests; how close it is,
+    benchmarks/speed_agreement.py measures.
+    """
     vllm.stream(fixed(8))
 
     def observed() -> tuple[float, float]:
@@ -149,7 +157,10 @@ def test_many_streams_at_once(vllm: ServerEngine) -> None:
 
 def test_vllm_answers_with_tool_calls_where_it_can(vllm: ServerEngine) -> None:
     request = Request(
-        messages=ASK, max_tokens=60, tools=(TOOL,), extra={"tool_choice": TOOL | {"function": {"name": "get_weather"}}}
+        messages=ASK,
+        max_tokens=60,
+        tools=(TOOL,),
+        extra={"tool_choice": TOOL | {"function": {"name": "get_weather"}}},
     )
     if Capability.TOOLS not in vllm.capabilities:
         with pytest.raises(MissingCapability, match="tools"):
@@ -169,9 +180,18 @@ def test_what_vllm_refuses_is_told_in_its_words(vllm: ServerEngine) -> None:
 def test_transformers_serve_is_spoken_to_in_its_own_way(transformers: ServerEngine) -> None:
     described = transformers.describe()
     assert described["server"]["kind"] == "transformers"
-    assert {Capability.CHAT, Capability.COMPLETIONS, Capability.STREAM} <= transformers.capabilities.present
+    assert {
+        Capability.CHAT,
+        Capability.COMPLETIONS,
+        Capability.STREAM,
+    } <= transformers.capabilities.present
     absent = transformers.capabilities.absent
-    assert {Capability.SCORE, Capability.TOKENIZE, Capability.METRICS, Capability.TOKEN_IDS_PROMPT} <= set(absent)
+    assert {
+        Capability.SCORE,
+        Capability.TOKENIZE,
+        Capability.METRICS,
+        Capability.TOKEN_IDS_PROMPT,
+    } <= set(absent)
     assert "Unexpected fields" in absent[Capability.PROMPT_LOGPROBS]
     # It takes `echo` and ignores it.
     assert "ignores echo" in absent[Capability.ECHO]
@@ -190,5 +210,8 @@ def test_transformers_serve_streams(transformers: ServerEngine) -> None:
 
 
 def test_transformers_serve_refuses_another_model(transformers: ServerEngine) -> None:
-    with ServerEngine.connect(transformers.url, "no/such-model") as engine, pytest.raises(ModelUnknown):
+    with (
+        ServerEngine.connect(transformers.url, "no/such-model") as engine,
+        pytest.raises(ModelUnknown),
+    ):
         engine.capabilities  # noqa: B018 (the first request is what fails)

@@ -7,7 +7,9 @@ from assay.engines.server.http import NotJson, StreamCut, StreamFailed
 from assay.engines.server.messages import StreamAssembler, whole_reply
 
 
-def delta(at: float, finish: str | None = None, usage: int | None = None, **part: Any) -> tuple[dict[str, Any], float]:
+def delta(
+    at: float, finish: str | None = None, usage: int | None = None, **part: Any
+) -> tuple[dict[str, Any], float]:
     chunk: dict[str, Any] = {"choices": [{"index": 0, "delta": part, "finish_reason": finish}]}
     if usage is not None:
         chunk["usage"] = {"prompt_tokens": 3, "completion_tokens": usage}
@@ -30,10 +32,19 @@ def test_tool_calls_are_put_together_by_index() -> None:
     reply = assemble(
         delta(11, tool_calls=[call(0, id="a", name="get_weather", arguments="")]),
         delta(12, tool_calls=[call(0, arguments='{"city":')]),
-        delta(13, tool_calls=[call(1, id="b", name="get_time", arguments="{"), call(0, arguments=' "Oslo"}')]),
+        delta(
+            13,
+            tool_calls=[
+                call(1, id="b", name="get_time", arguments="{"),
+                call(0, arguments=' "Oslo"}'),
+            ],
+        ),
         delta(14, tool_calls=[call(1, arguments="}")], finish="tool_calls"),
     )
-    assert reply.tool_calls == (ToolCall("get_weather", '{"city": "Oslo"}', "a"), ToolCall("get_time", "{}", "b"))
+    assert reply.tool_calls == (
+        ToolCall("get_weather", '{"city": "Oslo"}', "a"),
+        ToolCall("get_time", "{}", "b"),
+    )
     assert reply.finish_reason == "tool_calls"
     assert reply.content == ""
 
@@ -42,7 +53,11 @@ def test_a_server_may_repeat_the_name_or_send_arguments_as_an_object() -> None:
     reply = assemble(
         delta(11, tool_calls=[call(0, name="f", arguments="{")]),
         delta(12, tool_calls=[call(0, name="f", arguments="}")]),
-        delta(13, tool_calls=[{"function": {"name": "g", "arguments": {"x": 1}}, "index": 1}], finish="stop"),
+        delta(
+            13,
+            tool_calls=[{"function": {"name": "g", "arguments": {"x": 1}}, "index": 1}],
+            finish="stop",
+        ),
     )
     assert reply.tool_calls == (ToolCall("f", "{}"), ToolCall("g", '{"x": 1}'))
 
@@ -50,7 +65,9 @@ def test_a_server_may_repeat_the_name_or_send_arguments_as_an_object() -> None:
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
 def test_reasoning_is_kept_apart_from_content(field: str) -> None:
     reply = assemble(
-        delta(11, **{field: "let me "}), delta(12, **{field: "think"}), delta(13, content="42", finish="stop")
+        delta(11, **{field: "let me "}),
+        delta(12, **{field: "think"}),
+        delta(13, content="42", finish="stop"),
     )
     assert (reply.reasoning, reply.content, reply.reasoning_field) == ("let me think", "42", field)
 
@@ -83,7 +100,8 @@ def test_chunks_of_one_network_read_are_the_first_tokens_together() -> None:
 def test_tokens_without_text_still_have_a_time() -> None:
     """A broken model whose tokens are all special: billed, decoded to nothing."""
     reply = assemble(
-        *(delta(10.0 + n, content="", usage=n) for n in range(1, 5)), delta(15.0, finish="length", usage=5)
+        *(delta(10.0 + n, content="", usage=n) for n in range(1, 5)),
+        delta(15.0, finish="length", usage=5),
     )
     assert reply.content == ""
     assert reply.timing is not None
@@ -147,7 +165,11 @@ def test_the_listener_hears_every_piece_and_its_field() -> None:
     assembler.feed(*delta(1.0, reasoning="hm"))
     assembler.feed(*delta(2.0, content="yes"))
     assembler.feed(*delta(3.0, tool_calls=[call(0, name="f", arguments="{}")]))
-    assert heard == [TextPiece("reasoning", "hm"), TextPiece("content", "yes"), TextPiece("tool_call", "f{}")]
+    assert heard == [
+        TextPiece("reasoning", "hm"),
+        TextPiece("content", "yes"),
+        TextPiece("tool_call", "f{}"),
+    ]
 
 
 def test_whole_answers_of_both_routes() -> None:
@@ -171,7 +193,12 @@ def test_whole_answers_of_both_routes() -> None:
     assert chat.tool_calls == (ToolCall("f", "{}", "1"),)
     assert (chat.prompt_tokens, chat.completion_tokens) == (4, 5)
     plain = whole_reply(
-        {"choices": [{"text": "abc", "finish_reason": "length", "logprobs": {"token_logprobs": [-1.0]}}]}, "stub"
+        {
+            "choices": [
+                {"text": "abc", "finish_reason": "length", "logprobs": {"token_logprobs": [-1.0]}}
+            ]
+        },
+        "stub",
     )
     assert (plain.content, plain.completion_tokens, plain.token_logprobs) == ("abc", None, (-1.0,))
 
@@ -181,7 +208,9 @@ def test_content_may_come_in_parts() -> None:
     assert whole_reply({"choices": [{"message": {"content": parts}}]}, "stub").content == "ab"
 
 
-@pytest.mark.parametrize("answer", [{}, [], None, {"choices": []}, {"choices": "no"}, {"choices": [None]}, 3])
+@pytest.mark.parametrize(
+    "answer", [{}, [], None, {"choices": []}, {"choices": "no"}, {"choices": [None]}, 3]
+)
 def test_json_that_is_no_completion_is_refused(answer: Any) -> None:
     with pytest.raises(NotJson):
         whole_reply(answer, "stub")

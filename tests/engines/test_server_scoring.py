@@ -1,4 +1,6 @@
-"""Scores of given tokens: right ones are read, and none are made up where a server ignores the request."""
+"""Scores of given tokens: right ones are read, and none are made up where a server ignores the
+request.
+"""
 
 import json
 import math
@@ -55,7 +57,10 @@ def test_short_texts_go_together_in_one_request(stub: StubServer, echo: bool) ->
         assert body.get("prompt_logprobs") == (None if echo else 0)
         # A long text goes alone; rows of ids go together as texts do.
         engine.score_many(["a " * 6000, "b c", "d e"])
-        assert [isinstance(b["prompt"], list) for b in stub.bodies(COMPLETIONS)[-2:]] == [False, True]
+        assert [isinstance(b["prompt"], list) for b in stub.bodies(COMPLETIONS)[-2:]] == [
+            False,
+            True,
+        ]
         assert engine.score_many([(7, 8, 9), (7, 8)])[1].token_logprobs == (None, -1.25)
         assert stub.bodies(COMPLETIONS)[-1]["prompt"] == [[7, 8, 9], [7, 8]]
 
@@ -92,7 +97,9 @@ def test_the_prompts_own_token_is_read_among_alternatives(stub: StubServer) -> N
 def test_echo_serves_where_prompt_logprobs_are_ignored(stub: StubServer) -> None:
     stub.on(COMPLETIONS, healthy(scores=False))
     with connect(stub) as engine:
-        assert "ignores prompt_logprobs" in (engine.capabilities.reason(Capability.PROMPT_LOGPROBS) or "")
+        assert "ignores prompt_logprobs" in (
+            engine.capabilities.reason(Capability.PROMPT_LOGPROBS) or ""
+        )
         assert engine.score("The capital of").token_logprobs == (None, -1.25, -1.5)
         assert engine.score((7, 8, 9)).token_logprobs == (None, -1.25, -1.5)
 
@@ -110,7 +117,15 @@ def test_a_server_that_ignores_both_cannot_score(stub: StubServer) -> None:
 def fixed(values: list[Any]) -> str:
     rows = [None] + [{str(100 + i): {"logprob": v}} for i, v in enumerate(values, 1)]
     return json.dumps(
-        {"choices": [{"text": "x", "prompt_logprobs": rows, "prompt_token_ids": [*range(100, 101 + len(values))]}]}
+        {
+            "choices": [
+                {
+                    "text": "x",
+                    "prompt_logprobs": rows,
+                    "prompt_token_ids": [*range(100, 101 + len(values))],
+                }
+            ]
+        }
     )
 
 
@@ -125,7 +140,9 @@ def fixed(values: list[Any]) -> str:
         ([], "two tokens"),
     ],
 )
-def test_what_cannot_be_log_probabilities_is_refused(stub: StubServer, values: list[Any], word: str) -> None:
+def test_what_cannot_be_log_probabilities_is_refused(
+    stub: StubServer, values: list[Any], word: str
+) -> None:
     with connect(stub) as engine:
         assert Capability.SCORE in engine.capabilities
         stub.on(COMPLETIONS, text(fixed(values)))
@@ -139,7 +156,9 @@ def test_echo_without_offsets_counts_the_one_generated_token_off(stub: StubServe
         if "echo" not in e.body:
             return healthy(scores=False)(e)
         values = [-1.0, -2.0, -3.0, -4.0]
-        return e.json({"choices": [{"text": e.body["prompt"] + " x", "logprobs": {"token_logprobs": values}}]})
+        return e.json(
+            {"choices": [{"text": e.body["prompt"] + " x", "logprobs": {"token_logprobs": values}}]}
+        )
 
     stub.on(COMPLETIONS, echo)
     with connect(stub) as engine:
@@ -161,6 +180,9 @@ def test_sglang_scores_by_its_own_route(stub: StubServer) -> None:
         assert Capability.PROMPT_LOGPROBS in engine.capabilities
         assert engine.score((5, 6, 7)).token_logprobs == (None, -1.0, -2.0)
         assert engine.score("a b c").token_ids == (100, 101, 102)
-        stub.on("POST /generate", text('{"meta_info": {"input_token_logprobs": [[null, 1], [-1.0, 2]]}}'))
+        stub.on(
+            "POST /generate",
+            text('{"meta_info": {"input_token_logprobs": [[null, 1], [-1.0, 2]]}}'),
+        )
         with pytest.raises(BadScores, match="others"):
             engine.score((5, 6))

@@ -41,7 +41,9 @@ def test_the_key_is_sent_as_bearer_token(stub: StubServer) -> None:
     assert {e.headers["Authorization"] for e in stub.exchanges} == {f"Bearer {KEY}"}
 
 
-def test_no_key_is_sent_unless_one_is_named(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_is_sent_unless_one_is_named(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with ServerEngine.connect(stub.url, limits=PATIENT) as engine:
         engine.generate(ASK)
@@ -50,7 +52,12 @@ def test_no_key_is_sent_unless_one_is_named(stub: StubServer, monkeypatch: pytes
 
 def test_descriptions_do_not_hold_it(stub: StubServer) -> None:
     with connect(stub) as engine:
-        shown = json.dumps(engine.describe()) + repr(engine) + repr(engine.capabilities) + repr(engine.__dict__)
+        shown = (
+            json.dumps(engine.describe())
+            + repr(engine)
+            + repr(engine.capabilities)
+            + repr(engine.__dict__)
+        )
     assert KEY not in shown
 
 
@@ -97,7 +104,8 @@ def test_credentials_in_the_url_are_used_and_not_shown(stub: StubServer) -> None
 
 
 @pytest.mark.parametrize(
-    ("value", "word"), [(None, "not set"), ("", "not set"), ("ключ", "cannot carry"), ("a\nb", "cannot carry")]
+    ("value", "word"),
+    [(None, "not set"), ("", "not set"), ("ключ", "cannot carry"), ("a\nb", "cannot carry")],
 )
 def test_a_variable_that_holds_no_key(
     stub: StubServer, monkeypatch: pytest.MonkeyPatch, value: str | None, word: str

@@ -73,7 +73,9 @@ def test_the_result_does_not_depend_on_where_the_bytes_are_cut(
 
 
 @given(st.binary(max_size=200), st.data())
-def test_any_bytes_at_all_give_the_same_result_in_one_piece_and_in_many(raw: bytes, data: st.DataObject) -> None:
+def test_any_bytes_at_all_give_the_same_result_in_one_piece_and_in_many(
+    raw: bytes, data: st.DataObject
+) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=8)))
     pieces = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
     assert parse(*pieces) == parse(raw)

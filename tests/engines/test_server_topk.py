@@ -1,4 +1,6 @@
-"""Log-probabilities of chosen ids: every route reads what servers of its kind answer, and takes no nonsense."""
+"""Log-probabilities of chosen ids: every route reads what servers of its kind answer, and takes no
+nonsense.
+"""
 
 import base64
 import io
@@ -29,7 +31,9 @@ def stub() -> Iterator[StubServer]:
 
 @pytest.fixture
 def engine(stub: StubServer) -> Iterator[ServerEngine]:
-    with ServerEngine.connect(stub.url, limits=Limits(retries=1, first_backoff_s=0.01)) as connected:
+    with ServerEngine.connect(
+        stub.url, limits=Limits(retries=1, first_backoff_s=0.01)
+    ) as connected:
         _ = connected.capabilities
         yield connected
 
@@ -53,9 +57,13 @@ def test_given_ids_come_from_the_tokens_in_route(stub: StubServer, engine: Serve
     assert sent["sampling_params"]["prompt_logprob_start"] == 0
 
 
-def test_an_answer_without_scores_is_asked_for_again(stub: StubServer, engine: ServerEngine) -> None:
+def test_an_answer_without_scores_is_asked_for_again(
+    stub: StubServer, engine: ServerEngine
+) -> None:
     """vLLM drops the scores of a request that it had to preempt."""
-    whole = text(json.dumps({"prompt_token_id_logprobs": npy([[-1.0, -2.0, -9.0], [-0.5, -3.0, -1.5]])}))
+    whole = text(
+        json.dumps({"prompt_token_id_logprobs": npy([[-1.0, -2.0, -9.0], [-0.5, -3.0, -1.5]])})
+    )
     without = text(json.dumps({"prompt_token_id_logprobs": None}))
     answers = iter([whole, without, whole])
     stub.on(TOKENS_IN, lambda e: next(answers)(e))
@@ -70,7 +78,11 @@ def test_an_answer_without_scores_is_asked_for_again(stub: StubServer, engine: S
 def test_the_servers_own_likely_ids_stand_in_where_given_ones_are_not_known(
     stub: StubServer, engine: ServerEngine
 ) -> None:
-    rows = [None, {"8": {"logprob": -1.0}, "5": {"logprob": -0.9}}, {"9": {"logprob": -9999.0}, "4": {"logprob": -0.1}}]
+    rows = [
+        None,
+        {"8": {"logprob": -1.0}, "5": {"logprob": -0.9}},
+        {"9": {"logprob": -9999.0}, "4": {"logprob": -0.1}},
+    ]
     stub.on(COMPLETIONS, text(json.dumps({"choices": [{"text": "x", "prompt_logprobs": rows}]})))
     scores = engine.topk_logprobs(TOKENS, CHOSEN)
     assert scores.chosen_by == "candidate"
@@ -78,7 +90,9 @@ def test_the_servers_own_likely_ids_stand_in_where_given_ones_are_not_known(
     assert scores.rows[1] == {9: -math.inf, 4: -0.1}
     assert stub.bodies(COMPLETIONS)[-1]["prompt_logprobs"] == 2
     engine.topk_logprobs(TOKENS, CHOSEN)
-    assert len(stub.bodies(TOKENS_IN)) == 1, "a route that the server does not have is asked for once"
+    assert len(stub.bodies(TOKENS_IN)) == 1, (
+        "a route that the server does not have is asked for once"
+    )
 
 
 def test_echo_names_tokens_by_id(stub: StubServer, engine: ServerEngine) -> None:
@@ -109,11 +123,19 @@ def test_only_later_tokens_where_asked(stub: StubServer, engine: ServerEngine) -
         ({"prompt_token_id_logprobs": "!!"}, "cannot be read"),
         ({"prompt_token_id_logprobs": npy([[-1.0, -1.0, -2.0]])}, "came back"),
         ({"prompt_token_id_logprobs": npy([[0.5, 0.5, -2.0], [-0.5, -3.0, -1.0]])}, "more than 1"),
-        ({"prompt_token_id_logprobs": npy([[-0.1, -0.1, -0.1], [-0.5, -3.0, -1.0]])}, "more than 1"),
-        ({"prompt_token_id_logprobs": npy([[math.nan, -1.0, -2.0], [-0.5, -3.0, -1.0]])}, "no log-probability"),
+        (
+            {"prompt_token_id_logprobs": npy([[-0.1, -0.1, -0.1], [-0.5, -3.0, -1.0]])},
+            "more than 1",
+        ),
+        (
+            {"prompt_token_id_logprobs": npy([[math.nan, -1.0, -2.0], [-0.5, -3.0, -1.0]])},
+            "no log-probability",
+        ),
     ],
 )
-def test_nonsense_is_refused(stub: StubServer, engine: ServerEngine, answer: dict[str, Any], said: str) -> None:
+def test_nonsense_is_refused(
+    stub: StubServer, engine: ServerEngine, answer: dict[str, Any], said: str
+) -> None:
     stub.on(TOKENS_IN, text(json.dumps(answer)))
     stub.on(COMPLETIONS, text(json.dumps({"choices": [{"text": "x"}]})))
     with pytest.raises(BadScores, match=said):
@@ -122,7 +144,10 @@ def test_nonsense_is_refused(stub: StubServer, engine: ServerEngine, answer: dic
 
 def test_a_server_that_scores_no_prompt_is_refused_with_the_reason(stub: StubServer) -> None:
     stub.on(COMPLETIONS, healthy(scores=False, echo=False))
-    with ServerEngine.connect(stub.url) as engine, pytest.raises(MissingCapability, match="ignores echo"):
+    with (
+        ServerEngine.connect(stub.url) as engine,
+        pytest.raises(MissingCapability, match="ignores echo"),
+    ):
         engine.topk_logprobs(TOKENS, CHOSEN)
 
 

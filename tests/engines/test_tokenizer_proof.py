@@ -1,4 +1,6 @@
-"""A converted tokenizer is held against the file it was made from: equal ones pass, one without merges is refused."""
+"""A converted tokenizer is held against the file it was made from: equal ones pass, one without
+merges is refused.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from assay.demo.models import PROBE, prove_tokenizer
 from assay.errors import AssayError
 from assay.runs import cache_dir
 
-TEXTS = [PROBE, "the cat sat on the mat, and the other cat sat there too " * 3, "def f(x):\n    return x\n" * 3]
+TEXTS = [
+    PROBE,
+    "the cat sat on the mat, and the other cat sat there too " * 3,
+    "def f(x):\n    return x\n" * 3,
+]
 QWEN2 = tokenizer_proof._QWEN2
 
 
@@ -99,10 +105,14 @@ def change(folder: Path, to: Path, alter: Any) -> Any:
     return loaded(to)
 
 
-def test_a_tokenizer_that_was_saved_without_merges_is_refused(converted: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_tokenizer_that_was_saved_without_merges_is_refused(
+    converted: tuple[Path, Path], tmp_path: Path
+) -> None:
     file, folder = converted
     bare = change(folder, tmp_path, lambda document: document["model"].update(merges=[]))
-    with pytest.raises(AssayError, match=r"converted from model\.gguf is not the file's own") as caught:
+    with pytest.raises(
+        AssayError, match=r"converted from model\.gguf is not the file's own"
+    ) as caught:
         prove_tokenizer(bare, file)
     assert caught.value.finding_id == "checkpoint.tokenizer_conflict"
     assert caught.value.evidence["tokens"] > 1.5 * caught.value.evidence["expected"]
@@ -113,7 +123,9 @@ def test_a_tokenizer_that_was_saved_without_merges_is_refused(converted: tuple[P
     [r"\p{N}+|\p{L}+|[^\p{L}\p{N}]", QWEN2.replace(r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{L}+")],
     ids=["another", "words without their space"],
 )
-def test_another_pre_tokenizer_is_refused(converted: tuple[Path, Path], tmp_path: Path, pattern: str) -> None:
+def test_another_pre_tokenizer_is_refused(
+    converted: tuple[Path, Path], tmp_path: Path, pattern: str
+) -> None:
     file, folder = converted
 
     def alter(document: Any) -> None:
@@ -125,18 +137,41 @@ def test_another_pre_tokenizer_is_refused(converted: tuple[Path, Path], tmp_path
 
 def test_sentencepiece_merges_by_score_with_the_users_own_tokens_first(tmp_path: Path) -> None:
     """By hand: `ab` scores above `bc`, `▁▁` is the user's own, é is made of bytes."""
-    pieces = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "c", "bc", "ab", "abc", "▁▁", "▁a"]
+    pieces = [
+        "<unk>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        "▁",
+        "a",
+        "b",
+        "c",
+        "bc",
+        "ab",
+        "abc",
+        "▁▁",
+        "▁a",
+    ]
     scores = [0.0] * 257 + [-9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, 0.0, -4.0]
     kinds = [2] + [6] * 256 + [1] * 7 + [4] + [1]
-    file = write(tmp_path / "spm.gguf", "llama", pieces, token_scores=scores, token_types=kinds, add_space_prefix=False)
+    file = write(
+        tmp_path / "spm.gguf",
+        "llama",
+        pieces,
+        token_scores=scores,
+        token_types=kinds,
+        add_space_prefix=False,
+    )
     encode = tokenizer_proof._own_encoder(file)[1]
     named = [pieces[i] for i in encode("abc  a é")]
     assert named == ["abc", "▁▁", "a", "▁", "<0xC3>", "<0xA9>"]
     assert [pieces[i] for i in encode("bc a")] == ["bc", "▁a"]
 
 
-def test_what_cannot_be_read_is_not_taken_for_proven(tmp_path: Path, converted: tuple[Path, Path]) -> None:
-    file = write(tmp_path / "odd.gguf", "gpt2", ["a", "b"], tokenizer_pre="tekken", token_merges=["a b"])
+def test_what_cannot_be_read_is_not_taken_for_proven(
+    tmp_path: Path, converted: tuple[Path, Path]
+) -> None:
+    file = write(
+        tmp_path / "odd.gguf", "gpt2", ["a", "b"], tokenizer_pre="tekken", token_merges=["a b"]
+    )
     with pytest.raises(AssayError, match="gpt2 with pre-tokenizer tekken") as caught:
         prove_tokenizer(loaded(converted[1]), file)
     assert caught.value.finding_id == "checkpoint.not_examined"
@@ -144,7 +179,9 @@ def test_what_cannot_be_read_is_not_taken_for_proven(tmp_path: Path, converted: 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_a_real_tokenizer_of_either_kind_is_proven(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_real_tokenizer_of_either_kind_is_proven(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     folder: Path = request.getfixturevalue(name)
     (file,) = (cache_dir("gguf") / name).glob("*.gguf")
     assert prove_tokenizer(loaded(folder), file).chars_per_token > 1.5

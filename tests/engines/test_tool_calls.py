@@ -11,7 +11,9 @@ from assay.engines import ToolCall, call_remains, read_calls
 
 NAMES = ("get_weather", "book_table")
 PLAIN = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
-TWO = '[{"name": "get_weather", "arguments": {}}, {"name": "book_table", "parameters": {"seats": 2}}]'
+TWO = (
+    '[{"name": "get_weather", "arguments": {}}, {"name": "book_table", "parameters": {"seats": 2}}]'
+)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +21,12 @@ TWO = '[{"name": "get_weather", "arguments": {}}, {"name": "book_table", "parame
     [
         (f"<tool_call>\n{PLAIN}\n</tool_call>", ["get_weather"], "", True),
         (f"Let me look.\n<tool_call>{PLAIN}</tool_call>", ["get_weather"], "Let me look.", True),
-        (f"<tool_call>{PLAIN}</tool_call>\n<tool_call>{PLAIN}</tool_call>", ["get_weather"] * 2, "", True),
+        (
+            f"<tool_call>{PLAIN}</tool_call>\n<tool_call>{PLAIN}</tool_call>",
+            ["get_weather"] * 2,
+            "",
+            True,
+        ),
         (f"[TOOL_CALLS] {TWO}", ["get_weather", "book_table"], "", True),
         (f"<|python_tag|>{PLAIN}<|eom_id|>", ["get_weather"], "", True),
         (PLAIN, ["get_weather"], "", False),
@@ -27,7 +34,12 @@ TWO = '[{"name": "get_weather", "arguments": {}}, {"name": "book_table", "parame
         (f"```json\n{PLAIN}\n```", ["get_weather"], "", False),
         (f"{PLAIN}\n{PLAIN}", ["get_weather"] * 2, "", False),
         (TWO, ["get_weather", "book_table"], "", False),
-        (json.dumps({"function": {"name": "book_table", "arguments": "{}"}}), ["book_table"], "", False),
+        (
+            json.dumps({"function": {"name": "book_table", "arguments": "{}"}}),
+            ["book_table"],
+            "",
+            False,
+        ),
     ],
 )
 def test_whole_calls_are_read(text: str, called: list[str], rest: str, marked: bool) -> None:
@@ -72,8 +84,14 @@ def test_plain_json_is_read_only_where_it_is_wanted() -> None:
         '"parameters": {"city": "Lima"}}',
         '[get_weather(city="Lima")]',
         'get_weather(city="Lima")',
-        '<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Lima"}<|tool_call_end|>',
-        '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Lima"}<|call|>',
+        (
+            '<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city":'
+            ' "Lima"}<|tool_call_end|>'
+        ),
+        (
+            '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city":'
+            ' "Lima"}<|call|>'
+        ),
         "<function=get_weather><parameter=city>Lima</parameter></function>",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather",
         '<invoke name="get_weather"><parameter name="city">Lima</parameter></invoke>',
@@ -96,8 +114,10 @@ def test_parts_of_a_call_are_shown(text: str) -> None:
         "```python\nweather = client.fetch('Oslo')\n```",
         'The answer is {"city": "Oslo", "temperature": 18}.',
         '{"name": "Oslo", "population": 700000}',
-        '{"type": "function", "function": {"name": "get_weather", "description": "Weather", '
-        '"parameters": {"type": "object", "properties": {}}}}',
+        (
+            '{"type": "function", "function": {"name": "get_weather", "description": "Weather", '
+            '"parameters": {"type": "object", "properties": {}}}}'
+        ),
         "Use arguments and parameters with care; a function call (such as f(x)) needs both.",
     ],
 )
@@ -112,7 +132,11 @@ def test_any_text_is_taken(text: str) -> None:
     assert call_remains(text, NAMES) in text
 
 
-@given(st.dictionaries(st.text(max_size=8), st.text(max_size=20) | st.integers() | st.booleans(), max_size=4))
+@given(
+    st.dictionaries(
+        st.text(max_size=8), st.text(max_size=20) | st.integers() | st.booleans(), max_size=4
+    )
+)
 def test_arguments_come_back_as_they_were_written(arguments: dict[str, object]) -> None:
     text = json.dumps({"name": "book_table", "arguments": arguments})
     (call,) = read_calls(f"<tool_call>\n{text}\n</tool_call>", NAMES).calls
@@ -121,11 +145,16 @@ def test_arguments_come_back_as_they_were_written(arguments: dict[str, object]) 
 
 
 @pytest.mark.engine
-def test_a_model_in_this_process_takes_tools_where_its_template_does(smollm2: Path, qwen05: Path) -> None:
+def test_a_model_in_this_process_takes_tools_where_its_template_does(
+    smollm2: Path, qwen05: Path
+) -> None:
     from assay.engines import Capability, Message, Request
     from assay.engines.hf.engine import HfEngine
 
-    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "get_weather", "parameters": {"type": "object"}},
+    }
     call = ToolCall("get_weather", '{"city": "Oslo"}', "call_0")
     turns = (
         Message("user", "What is the weather in Oslo?"),

@@ -19,7 +19,10 @@ def test_one_copy_brings_all() -> None:
 
     found = copied_together(parts, copy)
     assert len(copies) == 1
-    assert all(torch.equal(one, other) and one.shape == other.shape for one, other in zip(found, parts, strict=True))
+    assert all(
+        torch.equal(one, other) and one.shape == other.shape
+        for one, other in zip(found, parts, strict=True)
+    )
 
 
 def test_what_is_in_the_main_memory_stays_where_it_is() -> None:

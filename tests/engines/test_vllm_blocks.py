@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.engines.vllm.ranks import batch_size, cache_reads, plan_window
 
-lengths = st.integers(2, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n - 1), st.integers(1, n)))
+lengths = st.integers(2, 40).flatmap(
+    lambda n: st.tuples(st.just(n), st.integers(1, n - 1), st.integers(1, n))
+)
 
 
 @pytest.mark.parametrize(
@@ -20,13 +22,17 @@ lengths = st.integers(2, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers
         (ScoreJob(ScoringPath.DECODE, scored_from=9), 8, [(0, 8), (8, 9)]),
     ],
 )
-def test_plans_of_a_window_of_ten(job: ScoreJob, prompt: int, blocks: list[tuple[int, int]]) -> None:
+def test_plans_of_a_window_of_ten(
+    job: ScoreJob, prompt: int, blocks: list[tuple[int, int]]
+) -> None:
     plan = plan_window(10, job)
     assert (plan.prompt, list(plan.blocks)) == (prompt, blocks)
 
 
 @given(lengths, st.sampled_from(ScoringPath))
-def test_every_token_but_the_last_is_fed_once(facts: tuple[int, int, int], path: ScoringPath) -> None:
+def test_every_token_but_the_last_is_fed_once(
+    facts: tuple[int, int, int], path: ScoringPath
+) -> None:
     length, scored_from, chunk = facts
     plan = plan_window(length, ScoreJob(path, scored_from, chunk))
     fed = [i for lo, hi in plan.blocks for i in range(lo, hi)]

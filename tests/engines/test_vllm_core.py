@@ -1,4 +1,6 @@
-"""The core against a stand-in engine: every path gives the model's own states, whatever the batch does meanwhile."""
+"""The core against a stand-in engine: every path gives the model's own states, whatever the batch
+does meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def test_every_path_gives_the_models_states(job: ScoreJob) -> None:
     assert [rows.window for rows in found] == WINDOWS
     for rows in found:
         torch.testing.assert_close(
-            rows.states, stand_in.model.states(rows.window.tokens)[job.scored_from - 1 : -1], rtol=0, atol=0
+            rows.states,
+            stand_in.model.states(rows.window.tokens)[job.scored_from - 1 : -1],
+            rtol=0,
+            atol=0,
         )
         assert rows.logits(0, 2).shape == (min(2, LENGTH - job.scored_from), VOCAB)
 
@@ -129,7 +134,9 @@ def test_a_scheduler_that_cuts_prompts_is_found_out() -> None:
 
 def test_a_head_that_is_not_the_engines_is_found_out() -> None:
     engine, stand_in = scorer()
-    stand_in.model.compute_logits = lambda states: 1.5 * (states @ stand_in.model.lm_head.weight.T)[:, :VOCAB]
+    stand_in.model.compute_logits = lambda states: (
+        1.5 * (states @ stand_in.model.lm_head.weight.T)[:, :VOCAB]
+    )
     with pytest.raises(AssayError, match="cannot be rebuilt"):
         list(engine.score_windows(WINDOWS, JOBS[0]))
 
@@ -155,10 +162,14 @@ def test_a_capped_or_scaled_head_is_rebuilt() -> None:
         vars(stand_in.model.logits_processor).update(facts)
         plain = stand_in.model.compute_logits
         stand_in.model.compute_logits = (
-            (lambda s, f=plain: torch.tanh(f(s) / 2) * 2) if "soft_cap" in facts else (lambda s, f=plain: f(s) / 4)
+            (lambda s, f=plain: torch.tanh(f(s) / 2) * 2)
+            if "soft_cap" in facts
+            else (lambda s, f=plain: f(s) / 4)
         )
         rows = next(iter(engine.score_windows(WINDOWS, JOBS[0])))
-        torch.testing.assert_close(rows.logits(0, 5), stand_in.model.compute_logits(rows.states[:5]))
+        torch.testing.assert_close(
+            rows.logits(0, 5), stand_in.model.compute_logits(rows.states[:5])
+        )
 
 
 def test_the_reduction_is_what_the_function_says_of_the_rows() -> None:
@@ -168,7 +179,10 @@ def test_the_reduction_is_what_the_function_says_of_the_rows() -> None:
     references = [StateRows(r.window, r.first, r.states + 0.1, r.head) for r in rows]
     reduced = list(
         engine.reduce_windows(
-            [r.window for r in references], iter(references), job, "assay.fidelity.metrics:batch_statistics"
+            [r.window for r in references],
+            iter(references),
+            job,
+            "assay.fidelity.metrics:batch_statistics",
         )
     )
     assert [window for window, _ in reduced] == WINDOWS
@@ -177,7 +191,9 @@ def test_the_reduction_is_what_the_function_says_of_the_rows() -> None:
         q = row.logits(0, 14).double().log_softmax(-1)
         torch.testing.assert_close(found["kl"], (p.exp() * (p - q)).sum(-1), atol=1e-6, rtol=1e-5)
         gold = torch.tensor(row.window.tokens[10:])[:, None]
-        torch.testing.assert_close(found["nll_cand"], -q.gather(1, gold)[:, 0], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            found["nll_cand"], -q.gather(1, gold)[:, 0], atol=1e-6, rtol=1e-5
+        )
         assert math.isfinite(float(found["conf"].sum()))
 
 
@@ -224,4 +240,6 @@ def test_a_comparison_reduces_where_the_engine_is_and_goes_on_after_a_cut(
     assert [w.index for w in reduced] == [0, 1, 2, 3, 4]
     for one, other in zip(reduced, by_rows, strict=True):
         for name in ("kl", "nll_ref", "nll_cand", "top1", "conf"):
-            np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(
+                getattr(one, name), getattr(other, name), rtol=1e-5, atol=1e-7
+            )

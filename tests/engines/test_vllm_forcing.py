@@ -48,7 +48,10 @@ def test_rows_are_removed_moved_and_swapped(forcing: Any) -> None:
     import vllm.v1.sample.logits_processor as processors
 
     way = processors.MoveDirectionality
-    tell(forcing, added=[(0, params(1), None, []), (1, params(2), None, []), (2, params(3), None, [])])
+    tell(
+        forcing,
+        added=[(0, params(1), None, []), (1, params(2), None, []), (2, params(3), None, [])],
+    )
     assert chosen(forcing, 3) == [1, 2, 3]
     tell(forcing, moved=[(0, 2, way.SWAP)])
     assert chosen(forcing, 3) == [3, 2, 1]

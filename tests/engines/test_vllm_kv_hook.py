@@ -47,7 +47,9 @@ class LlamaAttention(torch.nn.Module):
         self.attn = Seen()
 
     def forward(self, positions: Any, hidden: Any) -> Any:
-        q, k, v = self.qkv(hidden).split([HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH], dim=-1)
+        q, k, v = self.qkv(hidden).split(
+            [HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH], dim=-1
+        )
         q, k = self.rotary_emb(positions, q, k)
         return self.attn(q, k, v)
 
@@ -72,7 +74,9 @@ class Recording:
 
     seen: ClassVar[list[tuple[int, Any, Any, Any]]] = []
 
-    def __init__(self, placement: str, k_factor: float = 1.0, v_shift: float = 0.0, cut: bool = False) -> None:
+    def __init__(
+        self, placement: str, k_factor: float = 1.0, v_shift: float = 0.0, cut: bool = False
+    ) -> None:
         self.placement, self.k_factor, self.v_shift, self.cut = placement, k_factor, v_shift, cut
         Recording.seen = []
 
@@ -113,7 +117,9 @@ def test_it_sees_k_at_its_place_by_head_and_changes_what_attention_gets(placemen
         rotated = plain[layer][1].view(k.shape)
         # Position 0 is not rotated, others are.
         same = (k == rotated).all(-1).all(-1)
-        assert same.tolist() == ([True] * TOKENS if placement == "post_rope" else [True, False, False] * 2)
+        assert same.tolist() == (
+            [True] * TOKENS if placement == "post_rope" else [True, False, False] * 2
+        )
     for (q0, k0, v0), (q1, k1, v1) in zip(plain, changed, strict=True):
         assert torch.equal(q0, q1)
         torch.testing.assert_close(k1, 2 * k0)
@@ -159,7 +165,9 @@ def test_what_cannot_work_is_refused(case: dict[str, Any], said: str) -> None:
 
 def test_unknown_attention_is_refused() -> None:
     model = Model()
-    model.layers[1].__class__ = type("MixedAttention", (torch.nn.Module,), {"forward": LlamaAttention.forward})
+    model.layers[1].__class__ = type(
+        "MixedAttention", (torch.nn.Module,), {"forward": LlamaAttention.forward}
+    )
     with pytest.raises(AssayError, match="MixedAttention"):
         hook(model, placement="pre_rope")
     with pytest.raises(AssayError, match="0 attention layers"):

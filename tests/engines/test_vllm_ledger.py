@@ -1,4 +1,6 @@
-"""Rows are booked by request and position; what is missing, doubled, foreign or not the window's own is found out."""
+"""Rows are booked by request and position; what is missing, doubled, foreign or not the window's
+own is found out.
+"""
 
 from itertools import pairwise
 
@@ -25,7 +27,9 @@ def test_any_blocks_and_order_give_every_row(first: int, cuts: list[int], turned
     buffer = np.full((2 * ledger.rows, 1), -1)
     for lo, hi in blocks:
         order = (9, 5) if turned else (5, 9)
-        states = np.concatenate([TOKENS[key][lo:hi] for key in order])[:, None]  # a state is its own token
+        states = np.concatenate([TOKENS[key][lo:hi] for key in order])[
+            :, None
+        ]  # a state is its own token
         moves = ledger.book([fed(key, lo, hi) for key in order])
         buffer[moves.target] = states[moves.source]
     ledger.check()

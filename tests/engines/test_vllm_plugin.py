@@ -60,7 +60,9 @@ def test_it_hooks_the_loaded_model_once(worker: Any, monkeypatch: pytest.MonkeyP
     assert loaded.assay_hooks.engagement().fires == 3
 
 
-def test_a_step_that_ran_without_the_hook_is_an_error(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_ran_without_the_hook_is_an_error(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask(monkeypatch, placement="pre_rope")
     plugin.register()
     loaded = worker()
@@ -70,7 +72,9 @@ def test_a_step_that_ran_without_the_hook_is_an_error(worker: Any, monkeypatch: 
         loaded.model_runner.execute_model(SimpleNamespace(num_scheduled_tokens={"r": 1}))
 
 
-def test_it_reports_what_came_of_it(worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_reports_what_came_of_it(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv(plugin.REPORT, str(tmp_path / "report.json"))
     ask(monkeypatch, placement="pre_rope")
     plugin.register()

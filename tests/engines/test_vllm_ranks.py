@@ -1,4 +1,6 @@
-"""Two ranks of the stand-in engine, each a thread with its rows of the head: what one process gives, and what is refused."""
+"""Two ranks of the stand-in engine, each a thread with its rows of the head: what one process
+gives, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class RankRunner:
             shard_indices=SimpleNamespace(org_vocab_start_index=lo, org_vocab_end_index=hi),
         )
         self.model = SimpleNamespace(
-            lm_head=head, logits_processor=engine.model.logits_processor, compute_logits=engine.model.compute_logits
+            lm_head=head,
+            logits_processor=engine.model.logits_processor,
+            compute_logits=engine.model.compute_logits,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -132,15 +136,21 @@ def test_ranks_give_what_one_process_gives(opened: Any, ranks: int, own_head: bo
     assert torch.equal(core.head.weight, weight)
     bytes_of_heads = sum(found["heads"] for found in core.memory())
     assert bytes_of_heads == 4 * WIDTH * (VOCAB if own_head else VOCAB + VOCAB - 3)
-    assert core.end().bytes_read == 5 * sum(range(9, 23, 4)) * 10 * ranks  # the stand-in's cache, on every rank
+    assert (
+        core.end().bytes_read == 5 * sum(range(9, 23, 4)) * 10 * ranks
+    )  # the stand-in's cache, on every rank
 
 
-def test_an_error_of_a_rank_is_one_line_with_its_number(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_rank_is_one_line_with_its_number(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core, engine = opened(2)
     job = ScoreJob(ScoringPath.DECODE, scored_from=10, batch=5)
     engine.force = False
     core.begin(job, 24)
-    with pytest.raises(AssayError, match=r"rank 0 of 2: vLLM did not run the windows as asked: .* forced token"):
+    with pytest.raises(
+        AssayError, match=r"rank 0 of 2: vLLM did not run the windows as asked: .* forced token"
+    ):
         core.score(WINDOWS)
     engine.force = True
     assert len(core.score(WINDOWS)) == 5  # and the engine can go on
@@ -172,7 +182,9 @@ def test_a_rank_that_fails_in_a_step_says_why_and_ends(
     deaths = object.__new__(DEATHS)
     deaths._thread, deaths._first = SimpleNamespace(join=lambda s: None), (1, 1)  # type: ignore[attr-defined]
     error = deaths.error(RuntimeError("cancelled"), core.spec)
-    assert error.message.startswith("rank 1 of 2 of vLLM ended while it scored: OutOfMemoryError: CUDA out of")
+    assert error.message.startswith(
+        "rank 1 of 2 of vLLM ended while it scored: OutOfMemoryError: CUDA out of"
+    )
     assert "batch" in error.remedy
     (tmp_path / "1.json").unlink()
     deaths._first = (0, -9)  # type: ignore[attr-defined]
@@ -186,7 +198,10 @@ def test_an_error_without_words_says_where_it_came_from() -> None:
         raise AssertionError
     except AssertionError as error:
         said = ranks_module.words_of(error)
-    assert said.startswith("AssertionError: in test_an_error_without_words") and "test_vllm_ranks.py:" in said
+    assert (
+        said.startswith("AssertionError: in test_an_error_without_words")
+        and "test_vllm_ranks.py:" in said
+    )
     assert ranks_module.words_of(ValueError("no room")) == "ValueError: no room"
 
 
@@ -208,7 +223,9 @@ def test_a_rank_reads_its_rows_of_a_file_alone(tmp_path: Path) -> None:
 
 
 def test_ranks_of_unequal_memory_are_told() -> None:
-    ranks: list[dict[str, Any]] = [{"rank": i, "memory": m * 2**30} for i, m in enumerate((80, 80, 40))]
+    ranks: list[dict[str, Any]] = [
+        {"rank": i, "memory": m * 2**30} for i, m in enumerate((80, 80, 40))
+    ]
     assert "rank 2 has 40.0 GiB of GPU memory, rank 0 80.0" in unequal(ranks)
     assert unequal(ranks[:2]) == unequal([{"rank": 0}, {"rank": 1}]) == ""
 

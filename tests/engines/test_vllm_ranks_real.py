@@ -1,4 +1,6 @@
-"""vLLM with two ranks on this machine's CPU against one: the same statistics within float32 summation; what a dead rank becomes."""
+"""vLLM with two ranks on this machine's CPU against one: the same statistics within float32
+summation; what a dead rank becomes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from assay.engines.vllm.scorer import VllmScorer
 from assay.errors import AssayError
 from assay.fidelity.metrics import RowStatistics, window_statistics
 from assay.fidelity.store import StoreHeader, StoreWriter
-from assay.lab.kv.cache_hook import hook_spec, stream_facts
+from assay_lab.kv.cache_hook import hook_spec, stream_facts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 STATISTICS = "assay.fidelity.metrics:batch_statistics"
@@ -84,11 +86,17 @@ def one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
 
 
 def agree(
-    found: list[RowStatistics], reference: list[StateRows], own: list[StateRows], rtol: float = 2e-4, atol: float = 2e-6
+    found: list[RowStatistics],
+    reference: list[StateRows],
+    own: list[StateRows],
+    rtol: float = 2e-4,
+    atol: float = 2e-6,
 ) -> None:
     for statistics, theirs, mine in zip(found, reference, own, strict=True):
         for name, wanted in vars(window_statistics(theirs, mine)).items():
-            np.testing.assert_allclose(getattr(statistics, name), wanted, rtol=rtol, atol=atol, err_msg=name)
+            np.testing.assert_allclose(
+                getattr(statistics, name), wanted, rtol=rtol, atol=atol, err_msg=name
+            )
 
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel", "pipeline_parallel"])
@@ -103,11 +111,19 @@ def test_two_ranks_give_what_one_gives(one: dict[str, Any], model: Path, paralle
         # By decode; a reference whose head came from an engine, and is that of the ranks.
         decoded = reduced(engine, one["decoded"], DECODE)
         agree(decoded, one["decoded"], one["decoded"], atol=2e-5)
-        assert engine.engagement().bytes_read == one["facts"]["kv_bytes_per_token"] * 4 * sum(range(23, LENGTH - 1))
+        assert engine.engagement().bytes_read == one["facts"]["kv_bytes_per_token"] * 4 * sum(
+            range(23, LENGTH - 1)
+        )
         chunked = ScoreJob(ScoringPath.CHUNKED, scored_from=24, chunk=8, batch=3)
         agree(reduced(engine, one["decoded"], chunked), one["decoded"], one["decoded"], atol=2e-5)
         # A codec of single heads: every rank codes its own, or its own layers.
-        agree(reduced(engine, one["decoded"], CODED), one["decoded"], one["coded"], rtol=5e-2, atol=1e-3)
+        agree(
+            reduced(engine, one["decoded"], CODED),
+            one["decoded"],
+            one["coded"],
+            rtol=5e-2,
+            atol=1e-3,
+        )
         count = engine.engagement()
         assert (count.fires, count.per_layer) == (one["count"].fires, one["count"].per_layer)
         for key, found in stream_facts(one["count"]).items():
@@ -127,12 +143,18 @@ def test_two_ranks_give_what_one_gives(one: dict[str, Any], model: Path, paralle
 def killed(engine: VllmScorer, reference: list[StateRows]) -> None:
     """A rank that dies is one line with its number."""
     worker = engine.core._process.pid  # type: ignore[union-attr]
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+    ).stdout
     ranks = [
-        int(line.split()[0]) for line in listed.splitlines() if (line.split()[1] == str(worker) and "spawn_main" in line)
+        int(line.split()[0])
+        for line in listed.splitlines()
+        if (line.split()[1] == str(worker) and "spawn_main" in line)
         or ("Worker_TP" in line and line.split()[1] == str(worker))
-    ]  # fmt: skip
+    ]
     os.kill(max(ranks), signal.SIGKILL)
-    with pytest.raises(AssayError, match=r"rank [01] of 2 of vLLM ended .* killed by signal 9") as caught:
+    with pytest.raises(
+        AssayError, match=r"rank [01] of 2 of vLLM ended .* killed by signal 9"
+    ) as caught:
         reduced(engine, reference, ScoreJob(batch=4))
     assert "\n" not in caught.value.message

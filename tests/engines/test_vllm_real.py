@@ -31,7 +31,12 @@ def inside(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     (alone / "assay").symlink_to(Path(assay.__file__).parent, target_is_directory=True)
     done = subprocess.run(
         [str(vllm_python()), str(HERE / "vllm_inside.py"), str(smollm2)],
-        env={**os.environ, "PYTHONPATH": str(alone), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(alone),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "HF_HUB_OFFLINE": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -42,7 +47,8 @@ def inside(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def test_the_head_gives_vllms_own_logprobs(inside: dict[str, Any]) -> None:
-    # Logits are bf16 in vLLM: one unit at 16 … 32 is 0.125, and the matrix product is the same kernel or its like.
+    # Logits are bf16 in vLLM: one unit at 16 … 32 is 0.125, and the matrix product is the same
+    # kernel or its like.
     assert inside["own_prompt_logprobs"] < 0.13
     assert inside["own_decode_logprobs"] < 0.13
 
@@ -88,7 +94,9 @@ def engine(smollm2: Path) -> Iterator[VllmScorer]:
 
 
 def windows(engine: VllmScorer, count: int = 3) -> list[Window]:
-    ids = engine.tokenizer.encode("The old bridge over the river was built of stone, long before the war. " * 20)
+    ids = engine.tokenizer.encode(
+        "The old bridge over the river was built of stone, long before the war. " * 20
+    )
     assert engine.tokenizer.bos_id is None  # it names <|im_start|> and puts none
     return [Window(i, tuple(ids[i * 5 : i * 5 + LENGTH])) for i in range(count)]
 
@@ -136,12 +144,16 @@ def test_a_worker_goes_on_greedily(engine: VllmScorer) -> None:
     found = engine.generate_greedy([w.tokens[:PREFIX] for w in some], 8)
     assert [len(steps) for steps in found] == [8] * 3
     grown = [
-        Window(w.index, (*w.tokens[:PREFIX], *(s.token for s in steps))) for w, steps in zip(some, found, strict=True)
+        Window(w.index, (*w.tokens[:PREFIX], *(s.token for s in steps)))
+        for w, steps in zip(some, found, strict=True)
     ]
-    for rows, steps in zip(engine.score_windows(grown, ScoreJob(scored_from=PREFIX)), found, strict=True):
+    for rows, steps in zip(
+        engine.score_windows(grown, ScoreJob(scored_from=PREFIX)), found, strict=True
+    ):
         logprobs = rows.logits(0, 8).double().log_softmax(-1)
         for row, step in zip(logprobs, steps, strict=True):
-            # bf16 logits: one unit at 16 … 32 is 0.125, by which a token and the next may change places.
+            # bf16 logits: one unit at 16 … 32 is 0.125, by which a token and the next may change
+            # places.
             assert step.gap >= 0
             assert float(row[step.token]) == pytest.approx(step.logprob, abs=0.2)
             assert float(row.max() - row[step.token]) < 0.2

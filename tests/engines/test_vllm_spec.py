@@ -50,7 +50,9 @@ def test_what_makes_no_sense_is_refused(text: str, said: str) -> None:
 
 
 def test_a_named_python_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "find_spec", lambda name: SimpleNamespace(origin="vllm/__init__.py"))
+    monkeypatch.setattr(
+        placement, "find_spec", lambda name: SimpleNamespace(origin="vllm/__init__.py")
+    )
     assert placement.find_python() is None
     python = tmp_path / "python"
     python.write_text("")
@@ -60,7 +62,9 @@ def test_a_named_python_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert placement.find_python(str(python)) == python
 
 
-def test_then_this_process_the_environment_and_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_then_this_process_the_environment_and_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(placement, "find_spec", lambda name: None)
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     monkeypatch.delenv("ASSAY_VLLM_PYTHON", raising=False)

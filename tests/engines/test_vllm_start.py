@@ -8,7 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from assay.engines.vllm.start import REPORTS, VllmSpec, _prepare_ranks, forget_ranks, let_numba_be_looked_into
+from assay.engines.vllm.start import (
+    REPORTS,
+    VllmSpec,
+    _prepare_ranks,
+    forget_ranks,
+    let_numba_be_looked_into,
+)
 
 
 def test_a_library_of_numba_has_no_attributes_but_functions() -> None:
@@ -22,9 +28,16 @@ def test_a_library_of_numba_has_no_attributes_but_functions() -> None:
 
 
 @pytest.mark.parametrize("own", ["", "0|1"])
-def test_what_is_set_for_ranks_goes_with_them_and_a_users_own_stays(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_set_for_ranks_goes_with_them_and_a_users_own_stays(
+    own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("torch")
-    names = (REPORTS, "VLLM_CPU_OMP_THREADS_BIND", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS")
+    names = (
+        REPORTS,
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_WORKER_MULTIPROC_METHOD",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
+    )
     for name in names:
         monkeypatch.setenv(name, "")  # put back at the end
         monkeypatch.delenv(name)
@@ -33,7 +46,9 @@ def test_what_is_set_for_ranks_goes_with_them_and_a_users_own_stays(own: str, mo
     if own:
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", own)
     for ranks, bound in ((2, "0,1|2,3"), (4, "0|1|2|3")):
-        _prepare_ranks(VllmSpec("model", tensor_parallel=ranks), SimpleNamespace(is_cpu=lambda: True))
+        _prepare_ranks(
+            VllmSpec("model", tensor_parallel=ranks), SimpleNamespace(is_cpu=lambda: True)
+        )
         assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == (own or bound)
         folder = Path(os.environ[REPORTS])
         assert folder.is_dir()

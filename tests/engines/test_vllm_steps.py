@@ -35,12 +35,17 @@ class Runner:
     def __init__(self) -> None:
         self.input_batch = SimpleNamespace(req_ids=["x", "y"], block_table=[None, Table()])
         self.kv_cache_config = SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(layer_names=["other"]), SimpleNamespace(layer_names=["attn.0"])]
+            kv_cache_groups=[
+                SimpleNamespace(layer_names=["other"]),
+                SimpleNamespace(layer_names=["attn.0"]),
+            ]
         )
         self.requests = {
             "x": SimpleNamespace(num_computed_tokens=5, num_prompt_tokens=6, sampling_params=None),
             "y": SimpleNamespace(
-                num_computed_tokens=9, num_prompt_tokens=8, sampling_params=SimpleNamespace(extra_args={WINDOW: 7})
+                num_computed_tokens=9,
+                num_prompt_tokens=8,
+                sampling_params=SimpleNamespace(extra_args={WINDOW: 7}),
             ),
         }
         self.forward: Any = lambda: None
@@ -104,7 +109,10 @@ def test_other_positions_are_refused() -> None:
     runner = Runner()
     steps = Steps(runner, None)
     steps.watch()
-    for positions, said in ((torch.tensor([5, 6, 9, 0]), None), (torch.tensor([5, 6, 8]), "positions")):
+    for positions, said in (
+        (torch.tensor([5, 6, 9, 0]), None),
+        (torch.tensor([5, 6, 8]), "positions"),
+    ):
         runner.forward = lambda positions=positions: steps.check(positions)
         if said is None:
             run(runner, x=2, y=1)
@@ -118,7 +126,9 @@ def test_earlier_tokens_are_written_into_their_slots_after_rope() -> None:
     steps = Steps(runner, None)
     steps.watch()
     cache = torch.zeros(2, 6, BLOCK, HEADS, WIDTH)
-    attention = SimpleNamespace(attn=SimpleNamespace(impl=Impl(), kv_cache=cache, layer_name="attn.0"))
+    attention = SimpleNamespace(
+        attn=SimpleNamespace(impl=Impl(), kv_cache=cache, layer_name="attn.0")
+    )
 
     def rope(positions: Any, query: Any, key: Any) -> tuple[Any, Any]:
         key += 100 * positions[:, None]  # in place, as kernels do
@@ -137,7 +147,8 @@ def test_earlier_tokens_are_written_into_their_slots_after_rope() -> None:
     given = k.clone()
     run(runner, x=2, y=1)
     assert torch.equal(k, given)
-    # x: positions 3 and 4 are in block 5, place 3, and block 2, place 0; y: position 8 in block 3, place 0.
+    # x: positions 3 and 4 are in block 5, place 3, and block 2, place 0; y: position 8 in block 3,
+    # place 0.
     for row, (block, place, position) in enumerate(((5, 3, 3), (2, 0, 4), (3, 0, 8))):
         assert torch.equal(cache[0, block, place], k[row] + 100 * position)
         assert torch.equal(cache[1, block, place], v[row])
@@ -148,7 +159,9 @@ def test_tokens_of_the_step_itself_and_unknown_backends_are_refused() -> None:
     runner = Runner()
     steps = Steps(runner, None)
     steps.watch()
-    attention = SimpleNamespace(impl=Impl(), kv_cache=torch.zeros(2, 6, BLOCK, HEADS, WIDTH), layer_name="attn.0")
+    attention = SimpleNamespace(
+        impl=Impl(), kv_cache=torch.zeros(2, 6, BLOCK, HEADS, WIDTH), layer_name="attn.0"
+    )
     one = torch.zeros(1, HEADS, WIDTH)
 
     def rewrite() -> None:

@@ -31,7 +31,9 @@ def vllm_with(monkeypatch: pytest.MonkeyPatch, backend: type | None) -> None:
 def test_auto_is_the_preset_and_the_last_one_named_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     class Backend:
         @staticmethod
-        def get_kv_cache_shape(blocks: int, size: int, cache_dtype_str: str = "auto") -> tuple[Any, ...]:
+        def get_kv_cache_shape(
+            blocks: int, size: int, cache_dtype_str: str = "auto"
+        ) -> tuple[Any, ...]:
             return blocks, size, cache_dtype_str
 
         @classmethod
@@ -44,7 +46,10 @@ def test_auto_is_the_preset_and_the_last_one_named_counts(monkeypatch: pytest.Mo
         assert Backend.get_kv_cache_shape(3, 16, cache_dtype_str="auto") == (3, 16, preset)
         assert Backend.get_kv_cache_shape(3, size=16) == (3, 16, preset)
         assert Backend.block_dim() == (1, 2, preset)
-    assert Backend.get_kv_cache_shape(3, 16, cache_dtype_str="turboquant_3bit_nc")[2] == "turboquant_3bit_nc"
+    assert (
+        Backend.get_kv_cache_shape(3, 16, cache_dtype_str="turboquant_3bit_nc")[2]
+        == "turboquant_3bit_nc"
+    )
 
 
 def test_a_vllm_without_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +72,11 @@ def test_a_list_of_skipped_layers_is_the_whole_list(monkeypatch: pytest.MonkeyPa
     modules(monkeypatch, MODULE)
     modules(monkeypatch, CONFIG)
     sys.modules[CONFIG].TurboQuantConfig = Config  # type: ignore[attr-defined]
-    for arguments, left_alone in (({}, ["0", "1", "4", "5"]), ({SKIP: []}, []), ({}, ["0", "1", "4", "5"])):
+    for arguments, left_alone in (
+        ({}, ["0", "1", "4", "5"]),
+        ({SKIP: []}, []),
+        ({}, ["0", "1", "4", "5"]),
+    ):
         prepare("turboquant_4bit_nc", arguments)
         assert Config.get_boundary_skip_layers(6) == left_alone
     assert Config.get_boundary_skip_layers(6, n=1) == ["0", "5"]

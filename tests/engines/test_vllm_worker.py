@@ -1,4 +1,6 @@
-"""The worker and its other side without vLLM: what a call may ask for, and what a dead or missing worker becomes."""
+"""The worker and its other side without vLLM: what a call may ask for, and what a dead or missing
+worker becomes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from assay.engines.vllm.start import VllmSpec
 from assay.errors import AssayError, UsageError
 
 WINDOWS = [Window(3, tuple(range(12))), Window(8, tuple(range(12, 24)))]
-JOB = ScoreJob(ScoringPath.CHUNKED, scored_from=4, chunk=3, batch=2, hook=HookSpec("a.b:c", {"x": 1}))
+JOB = ScoreJob(
+    ScoringPath.CHUNKED, scored_from=4, chunk=3, batch=2, hook=HookSpec("a.b:c", {"x": 1})
+)
 
 
 def sent(value: Any) -> Any:
@@ -34,15 +38,26 @@ def sent(value: Any) -> Any:
 
 def test_jobs_windows_and_heads_survive_the_way() -> None:
     assert sent((JOB, WINDOWS)) == (JOB, WINDOWS)
-    head = Head(torch.randn(9, 4, dtype=torch.bfloat16), torch.randn(9, dtype=torch.bfloat16), softcap=3.0, scale=0.5)
+    head = Head(
+        torch.randn(9, 4, dtype=torch.bfloat16),
+        torch.randn(9, dtype=torch.bfloat16),
+        softcap=3.0,
+        scale=0.5,
+    )
     read, states = sent(head), torch.randn(5, 4, dtype=torch.bfloat16)
     assert torch.equal(read.logits(states), head.logits(states))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool", "float8_e4m3fn"])
-def test_tensors_of_every_type_and_shape_survive_the_way(dtype: str, shape: tuple[int, ...]) -> None:
-    tensor = torch.randint(0, 2, (*shape, 2)).to(getattr(torch, dtype))[..., 0]  # a view, not contiguous
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "int64", "bool", "float8_e4m3fn"]
+)
+def test_tensors_of_every_type_and_shape_survive_the_way(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
+    tensor = torch.randint(0, 2, (*shape, 2)).to(getattr(torch, dtype))[
+        ..., 0
+    ]  # a view, not contiguous
     found = sent({"a": [tensor]})["a"][0]
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(found.float(), tensor.float())
@@ -96,7 +111,9 @@ def test_a_session_scores_and_reduces(remote: RemoteCore) -> None:
 def test_no_error_escapes_a_session(remote: RemoteCore) -> None:
     with pytest.raises(AssayError, match="failed in its worker: AttributeError"):
         remote._call("explode")
-    with pytest.raises(AssayError, match=r"failed in its worker: RuntimeError: score\(\) before begin"):
+    with pytest.raises(
+        AssayError, match=r"failed in its worker: RuntimeError: score\(\) before begin"
+    ):
         remote.score(WINDOWS)
     with pytest.raises(UsageError, match="do not fit into max_model_len") as caught:
         remote.begin(ScoreJob(), 10_000)
@@ -138,17 +155,27 @@ def test_a_python_that_is_none(tmp_path: Path) -> None:
         RemoteCore(VllmSpec("m"), path)
 
 
-@pytest.mark.parametrize(("name", "rank"), [("Worker_TP1", 1), ("Worker_PP1", 2), ("Worker_PP1_TP1", 3), ("Worker", 0)])
-def test_a_rank_that_does_not_start_is_named_with_its_own_words(name: str, rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "rank"), [("Worker_TP1", 1), ("Worker_PP1", 2), ("Worker_PP1_TP1", 3), ("Worker", 0)]
+)
+def test_a_rank_that_does_not_start_is_named_with_its_own_words(
+    name: str, rank: int, tmp_path: Path
+) -> None:
     core = _Quiet()
     core._name, core._ranks, core._tensor, core._log = "m", 4, 2, tmp_path / "worker.log"
     said = "[x.py:1] torch.OutOfMemoryError: CUDA out of memory."
     core._log.write_text(
-        f"(MainProcess pid=1) WARNING: ValueErrors are no reason\n({name} pid=7) ERROR 11-29 {said}\n"
-        "(MainProcess pid=1) Exception: WorkerProc initialization failed due to an exception\n"
+        f"(MainProcess pid=1) WARNING: ValueErrors are no reason\n({name} pid=7) ERROR 11-29"
+        f" {said}\n(MainProcess pid=1) Exception: WorkerProc initialization failed due to an"
+        " exception\n"
     )
     facts = {"finding_id": "fidelity.engine_load", "remedy": "", "evidence": {}}
     error = core._error("AssayError", "vLLM cannot load m: WorkerProc initialization failed", facts)
-    assert error.message == f"vLLM cannot load m: rank {rank} of 4: torch.OutOfMemoryError: CUDA out of memory."
+    assert (
+        error.message
+        == f"vLLM cannot load m: rank {rank} of 4: torch.OutOfMemoryError: CUDA out of memory."
+    )
     core._log.write_text("")
-    assert "initialization failed" in core._error("AssayError", "initialization failed", facts).message
+    assert (
+        "initialization failed" in core._error("AssayError", "initialization failed", facts).message
+    )

@@ -1,4 +1,5 @@
-"""Run by a Python that has vLLM: scores a real model in its process and prints what was measured as JSON.
+"""Run by a Python that has vLLM: scores a real model in its process and prints what was measured as
+JSON.
 
 Usage: python vllm_inside.py CHECKPOINT
 """
@@ -49,7 +50,9 @@ def logprobs(rows: Any) -> torch.Tensor:
 
 
 def kl(reference: list[Any], candidate: list[Any], skip: int = 0) -> dict[str, float]:
-    """Mean and largest KL, and the share of states that are equal bit for bit; the reference's first rows left out."""
+    """Mean and largest KL, and the share of states that are equal bit for bit; the reference's
+    first rows left out.
+    """
     values, same = [], []
     for one, other in zip(reference, candidate, strict=True):
         p, q = logprobs(one)[skip:], logprobs(other)
@@ -65,7 +68,9 @@ def kl(reference: list[Any], candidate: list[Any], skip: int = 0) -> dict[str, f
 
 
 class Watched:
-    """vLLM's own `generate`, with the states of each of its steps: [(tokens of each request, states)]."""
+    """vLLM's own `generate`, with the states of each of its steps: [(tokens of each request,
+    states)].
+    """
 
     def __init__(self, engine: VllmScorer) -> None:
         self.core = engine.core
@@ -88,11 +93,15 @@ class Watched:
 
 
 def own_prompt_logprobs(engine: VllmScorer, windows: list[Window]) -> float:
-    """Largest difference from vLLM's own `prompt_logprobs` of the same states: the likeliest tokens and the one that came."""
+    """Largest difference from vLLM's own `prompt_logprobs` of the same states: the likeliest tokens
+    and the one that came.
+    """
     from vllm import SamplingParams
 
     watched = Watched(engine)
-    outputs = watched.generate([w.tokens for w in windows], SamplingParams(max_tokens=1, prompt_logprobs=10))
+    outputs = watched.generate(
+        [w.tokens for w in windows], SamplingParams(max_tokens=1, prompt_logprobs=10)
+    )
     counts, states = watched.steps[0]
     worst = 0.0
     for output, rows in zip(outputs, states.split(counts), strict=True):
@@ -104,12 +113,18 @@ def own_prompt_logprobs(engine: VllmScorer, windows: list[Window]) -> float:
 
 
 def own_decode_logprobs(engine: VllmScorer, window: Window) -> float:
-    """Largest difference from the raw logprobs that vLLM returns while its decode is forced, of the same states."""
+    """Largest difference from the raw logprobs that vLLM returns while its decode is forced, of the
+    same states.
+    """
     from vllm import SamplingParams
 
     forced = list(window.tokens[PREFIX - 1 :])
     params = SamplingParams(
-        temperature=0.0, max_tokens=len(forced), ignore_eos=True, logprobs=5, extra_args={"assay_forced": forced}
+        temperature=0.0,
+        max_tokens=len(forced),
+        ignore_eos=True,
+        logprobs=5,
+        extra_args={"assay_forced": forced},
     )
     watched = Watched(engine)
     output = watched.generate([window.tokens[: PREFIX - 1]], params)[0].outputs[0]
@@ -118,7 +133,9 @@ def own_decode_logprobs(engine: VllmScorer, window: Window) -> float:
     worst = 0.0
     for (_, states), entry in zip(watched.steps, output.logprobs, strict=True):
         mine = watched.logprobs(states[-1:])[0]
-        worst = max(worst, *(abs(float(mine[token]) - value.logprob) for token, value in entry.items()))
+        worst = max(
+            worst, *(abs(float(mine[token]) - value.logprob) for token, value in entry.items())
+        )
     return worst
 
 
@@ -153,10 +170,16 @@ def measure(checkpoint: str) -> dict[str, Any]:
     found["own_decode_logprobs"] = own_decode_logprobs(engine, windows[0])
     lap("own")
     for name in ("pre_rope", "post_rope"):
-        job = ScoreJob(scored_from=PREFIX, batch=COUNT, hook=HookSpec("vllm_inside:IdentityKv", {"placement": name}))
+        job = ScoreJob(
+            scored_from=PREFIX,
+            batch=COUNT,
+            hook=HookSpec("vllm_inside:IdentityKv", {"placement": name}),
+        )
         hooked = list(engine.score_windows(windows, job))
         taken = engine.engagement()
-        found[f"identity_{name}"] = kl(prefill, hooked, PREFIX - 1) | {"fires": sorted(set(taken.per_layer.values()))}
+        found[f"identity_{name}"] = kl(prefill, hooked, PREFIX - 1) | {
+            "fires": sorted(set(taken.per_layer.values()))
+        }
         found["hooked_layers"] = len(taken.per_layer)
     job = ScoreJob(batch=COUNT, hook=HookSpec("vllm_inside:ScaleV", {"placement": "pre_rope"}))
     found["scaled_v"] = kl(prefill, list(engine.score_windows(windows, job)))

@@ -1,4 +1,6 @@
-"""A stand-in for vLLM: the parts of it that assay touches, with a toy model whose states are known in closed form."""
+"""A stand-in for vLLM: the parts of it that assay touches, with a toy model whose states are known
+in closed form.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,16 @@ class UnquantizedEmbeddingMethod:
 
 
 class ToyModel:
-    """State of position p: the mean of the embeddings of tokens 0 … p. The head has 14 rows of padding."""
+    """State of position p: the mean of the embeddings of tokens 0 … p. The head has 14 rows of
+    padding.
+    """
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         self.embedding = torch.randn(VOCAB, WIDTH, generator=generator)
         self.lm_head = SimpleNamespace(
-            weight=torch.randn(64, WIDTH, generator=generator), quant_method=UnquantizedEmbeddingMethod()
+            weight=torch.randn(64, WIDTH, generator=generator),
+            quant_method=UnquantizedEmbeddingMethod(),
         )
         self.logits_processor = SimpleNamespace(org_vocab_size=VOCAB, soft_cap=None, scale=1.0)
 
@@ -70,7 +75,9 @@ class ToyModel:
 
 
 class Runner:
-    """A model runner of V1: packs the requests of a step, and keeps what it computed until it samples."""
+    """A model runner of V1: packs the requests of a step, and keeps what it computed until it
+    samples.
+    """
 
     def __init__(self, model: ToyModel, tokens: int) -> None:
         self.model = model
@@ -96,8 +103,14 @@ class Runner:
         self.before_step(len(counts))
         rows = []
         for row, name in enumerate(self.input_batch.req_ids):
-            lo, hi = (self.requests[name].num_computed_tokens, self.requests[name].num_computed_tokens + counts[name])
-            rows += [self.model.state(self.input_batch.token_ids_cpu[row, : i + 1]) for i in range(lo, hi)]
+            lo, hi = (
+                self.requests[name].num_computed_tokens,
+                self.requests[name].num_computed_tokens + counts[name],
+            )
+            rows += [
+                self.model.state(self.input_batch.token_ids_cpu[row, : i + 1])
+                for i in range(lo, hi)
+            ]
         # CUDA graphs pad a batch: rows that belong to nobody.
         padded = torch.cat([torch.stack(rows), torch.full((3, WIDTH), torch.nan)])
         self.execute_model_state = SimpleNamespace(hidden_states=padded)
@@ -106,7 +119,9 @@ class Runner:
 class Engine:
     """An LLM with its engine: scheduler, runner, greedy sampler with the forcing processor."""
 
-    def __init__(self, cache_tokens: int = 4096, max_model_len: int = 512, budget: int = 8192) -> None:
+    def __init__(
+        self, cache_tokens: int = 4096, max_model_len: int = 512, budget: int = 8192
+    ) -> None:
         from assay.engines.vllm.forcing import TeacherForcing
 
         self.model = ToyModel()
@@ -117,9 +132,12 @@ class Engine:
         self.budget = budget
         self.steps: list[dict[str, int]] = []
         self.llm_engine = self
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len))
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=max_model_len)
+        )
         self.scheduler = SimpleNamespace(
-            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0), max_num_scheduled_tokens=budget
+            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+            max_num_scheduled_tokens=budget,
         )
         self.engine_core = SimpleNamespace(engine_core=self)
         self.output_processor = SimpleNamespace(request_states={})
@@ -130,7 +148,10 @@ class Engine:
 
     def add_request(self, name: str, prompt: Any, params: Any) -> None:
         request = SimpleNamespace(
-            prompt=prompt["prompt_token_ids"], generated=[], sampling_params=params, num_computed_tokens=0
+            prompt=prompt["prompt_token_ids"],
+            generated=[],
+            sampling_params=params,
+            num_computed_tokens=0,
         )
         name += "-suffix"  # as vLLM makes names its own
         self.runner.requests[name] = self.output_processor.request_states[name] = request
@@ -142,7 +163,9 @@ class Engine:
             self._tell(added=[(row, params, request.prompt, request.generated)])
 
     def _tell(self, **update: Any) -> None:
-        self.forcing.update_state(SimpleNamespace(**{"removed": [], "added": [], "moved": [], **update}))
+        self.forcing.update_state(
+            SimpleNamespace(**{"removed": [], "added": [], "moved": [], **update})
+        )
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.runner.requests)
@@ -177,7 +200,9 @@ class Engine:
         states = self.runner.execute_model_state.hidden_states
         self.runner.execute_model_state = None
         ends = np.cumsum([counts[name] for name in self.runner.input_batch.req_ids]) - 1
-        sampled = self.forcing.apply(self.model.compute_logits(states[torch.from_numpy(ends)])).argmax(-1)
+        sampled = self.forcing.apply(
+            self.model.compute_logits(states[torch.from_numpy(ends)])
+        ).argmax(-1)
         for row, name in enumerate(list(self.runner.input_batch.req_ids)):
             request = self.runner.requests[name]
             request.num_computed_tokens += counts[name]

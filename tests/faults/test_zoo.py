@@ -18,7 +18,10 @@ def test_a_fault_raises_its_finding(fault: Fault, tmp_path: Path) -> None:
         verify(str(folder), VerifyOptions(write_manifest=listing, digest_cache=False))
     fault.damage(folder)
     options = VerifyOptions(
-        manifest=listing if fault.manifest else None, allow_unverified=True, digest_cache=False, **fault.options
+        manifest=listing if fault.manifest else None,
+        allow_unverified=True,
+        digest_cache=False,
+        **fault.options,
     )
     report = verify(str(folder), options)
     raised = {(f.id, f.severity.value) for f in report.findings}
@@ -31,7 +34,9 @@ def test_a_fault_raises_its_finding(fault: Fault, tmp_path: Path) -> None:
 def test_a_healthy_checkpoint_raises_nothing(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     healthy()[kind](folder)
-    report = verify(str(folder), VerifyOptions(values=True, allow_unverified=True, digest_cache=False))
+    report = verify(
+        str(folder), VerifyOptions(values=True, allow_unverified=True, digest_cache=False)
+    )
     assert [f.title for f in report.findings if f.id != "checkpoint.unverified"] == []
     assert report.verdict is Verdict.PASS
     assert all(f.severity is not Severity.ERROR for f in report.findings)

@@ -1,4 +1,6 @@
-"""Runs in a Python that has Triton, whose interpreter stands in for a GPU: the kernel's statistics against float64."""
+"""Runs in a Python that has Triton, whose interpreter stands in for a GPU: the kernel's statistics
+against float64.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def same_by_both(*rows: torch.Tensor) -> bool:
     return alike(fused_row_sums(*rows), _stacked_sums(*rows))
 
 
-def brute_force(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) -> dict[str, torch.Tensor]:
+def brute_force(
+    ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor
+) -> dict[str, torch.Tensor]:
     log_p, log_q = ref.double().log_softmax(-1), cand.double().log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
     own = gold[:, None]
@@ -57,7 +61,9 @@ def bf16_steps(row: list[float], a: int, b: int) -> float:
     return (row[a] - row[b]) / 2.0 ** (math.floor(math.log2(size)) - 7) if size else 0.0
 
 
-def check(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, *, top1: bool = True) -> RowStatistics:
+def check(
+    ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, *, top1: bool = True
+) -> RowStatistics:
     found = by_kernel(ref, cand, gold)
     for name, wanted in brute_force(ref, cand, gold).items():
         torch.testing.assert_close(getattr(found, name), wanted, rtol=1e-5, atol=1e-5)
@@ -90,7 +96,9 @@ for i, vocab in enumerate((1, 2, 700, 2048, 2049, 5000)):
 # Equal logits differ by exactly nothing.
 same = torch.randn(2, 5000, generator=generator).bfloat16() * 5
 found = check(same, same.clone(), torch.tensor([3, 4999]))
-assert (found.kl == 0).all() and (found.kl_rev == 0).all() and (found.nll_ref == found.nll_cand).all()
+assert (
+    (found.kl == 0).all() and (found.kl_rev == 0).all() and (found.nll_ref == found.nll_cand).all()
+)
 assert found.top1.all()
 
 # Ties: across lanes, across blocks of the kernel, and within rounding of bf16; the lowest id wins.
@@ -122,9 +130,18 @@ check(ref[:3], cand[:3], torch.arange(3))
 ref[3, 2300], cand[4, 0], ref[5] = NAN, INF, -INF
 found, wanted = by_kernel(ref, cand, torch.arange(6)), row_statistics(ref, cand, torch.arange(6))
 for name in ("kl", "kl_rev", "nll_ref", "nll_cand", "conf", "tv"):
-    torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-5, atol=1e-5, equal_nan=True)
-assert found.kl[0].isfinite() and found.kl[1] == INF and found.kl_rev[0] == INF and found.kl[2].isfinite()
+    torch.testing.assert_close(
+        getattr(found, name), getattr(wanted, name), rtol=1e-5, atol=1e-5, equal_nan=True
+    )
+assert (
+    found.kl[0].isfinite()
+    and found.kl[1] == INF
+    and found.kl_rev[0] == INF
+    and found.kl[2].isfinite()
+)
 assert found.kl[3:].isnan().all() and not found.top1[3:].any()
 assert same_by_both(ref, cand, torch.arange(6))
-assert not alike(fused_row_sums(ref, cand, torch.arange(6)), _stacked_sums(ref.roll(1, 0), cand, torch.arange(6)))
+assert not alike(
+    fused_row_sums(ref, cand, torch.arange(6)), _stacked_sums(ref.roll(1, 0), cand, torch.arange(6))
+)
 sys.stdout.write("equal\n")

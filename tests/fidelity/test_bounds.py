@@ -24,17 +24,28 @@ def rows(logits: np.ndarray, tokens: list[int]) -> LogitRows:
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
     x = x.astype(np.float32).astype(np.float64)
-    return x - x.max(-1, keepdims=True) - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    return (
+        x
+        - x.max(-1, keepdims=True)
+        - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    )
 
 
-def scored(logq: np.ndarray, sets: list[set[int]], gold: list[int], by: str = "reference") -> TopkLogprobs:
-    found = tuple({i: float(q[i]) for i in sorted({*ids, g})} for q, ids, g in zip(logq, sets, gold, strict=True))
+def scored(
+    logq: np.ndarray, sets: list[set[int]], gold: list[int], by: str = "reference"
+) -> TopkLogprobs:
+    found = tuple(
+        {i: float(q[i]) for i in sorted({*ids, g})}
+        for q, ids, g in zip(logq, sets, gold, strict=True)
+    )
     return TopkLogprobs(1, tuple(float(q[g]) for q, g in zip(logq, gold, strict=True)), found, by)  # type: ignore[arg-type]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[int], list[set[int]], bool]:
-    """Logits of both sides [n, V], gold ids, and ids that are known; the last says that all of them are."""
+    """Logits of both sides [n, V], gold ids, and ids that are known; the last says that all of them
+    are.
+    """
     vocab, count = draw(st.integers(2, 12)), draw(st.integers(1, 4))
     seed, heat, apart = draw(st.integers(0, 2**31)), draw(st.floats(0.1, 12)), draw(st.floats(0, 6))
     rng = np.random.default_rng(seed)
@@ -86,7 +97,10 @@ def test_the_bucket_is_that_of_the_definition(
     for i, ids in enumerate(sets):
         inside = sorted({*ids, gold[i]})
         outside = [v for v in range(a.shape[1]) if v not in inside]
-        rest_p, rest_q = math.fsum(np.exp(lp[i, outside])), max(0.0, 1 - math.fsum(np.exp(lq[i, inside])))
+        rest_p, rest_q = (
+            math.fsum(np.exp(lp[i, outside])),
+            max(0.0, 1 - math.fsum(np.exp(lq[i, inside]))),
+        )
         value = float((np.exp(lp[i, inside]) * (lp[i, inside] - lq[i, inside])).sum())
         if rest_p > 0:
             value += rest_p * (math.log(rest_p) - math.log(min(1.0, rest_q + SLACK)))
@@ -114,25 +128,41 @@ def test_more_ids_bind_closer_and_the_same_distribution_gives_nothing() -> None:
 
 
 def test_what_is_known_of_the_likeliest_token() -> None:
-    """Where the candidate lists its best it is known; else only where one id outweighs all that is left over."""
+    """Where the candidate lists its best it is known; else only where one id outweighs all that is
+    left over.
+    """
     a = np.log([[0.5, 0.3, 0.1, 0.1]] * 4)
-    lq = np.log([[0.6, 0.2, 0.1, 0.1], [0.3, 0.2, 0.25, 0.25], [0.2, 0.3, 0.25, 0.25], [0.25, 0.25, 0.4, 0.1]])
+    lq = np.log(
+        [
+            [0.6, 0.2, 0.1, 0.1],
+            [0.3, 0.2, 0.25, 0.25],
+            [0.2, 0.3, 0.25, 0.25],
+            [0.25, 0.25, 0.4, 0.1],
+        ]
+    )
     gold = [1, 1, 1, 1]
     known = window_bounds(rows(a, [0, *gold]), scored(lq, [{0, 1}] * 4, gold))
     assert known.top1.tolist() == [True, False, False, False]
     assert known.top1_possible.tolist() == [True, True, False, True]
     # The last: equal shares of 0.25 at both ids; 0.5 left over may hold a likelier one or not.
-    listed = window_bounds(rows(a, [0, *gold]), scored(lq, [{0, 1}, {0, 1}, {0, 1}, {1, 2}], gold, "candidate"))
+    listed = window_bounds(
+        rows(a, [0, *gold]), scored(lq, [{0, 1}, {0, 1}, {0, 1}, {1, 2}], gold, "candidate")
+    )
     assert listed.top1.tolist() == listed.top1_possible.tolist() == [True, True, False, False]
 
 
 def test_ids_past_the_vocabulary_and_tokens_that_are_ruled_out() -> None:
     a = np.log([[0.5, 0.5], [0.5, 0.5]])
     scores = TopkLogprobs(
-        1, (math.log(0.4), -math.inf), ({0: math.log(0.4), 7: math.log(0.2)}, {1: -math.inf, 0: 0.0}), "candidate"
+        1,
+        (math.log(0.4), -math.inf),
+        ({0: math.log(0.4), 7: math.log(0.2)}, {1: -math.inf, 0: 0.0}),
+        "candidate",
     )
     found = window_bounds(rows(a, [0, 0, 1]), scores)
-    assert float(found.kl[0]) == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.4), abs=1e-4)
+    assert float(found.kl[0]) == pytest.approx(
+        0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.4), abs=1e-4
+    )
     assert math.isnan(found.kl[1])
     assert not found.top1[1]
     assert not found.top1_possible[1]
@@ -143,7 +173,9 @@ def test_a_file_keeps_the_bounds(tmp_path: object) -> None:
 
     rng = np.random.default_rng(0)
     logits, gold = rng.normal(size=(3, 9)), [1, 2, 3]
-    statistics = window_bounds(rows(logits, [0, *gold]), scored(log_softmax(logits), [{0}, {4}, {5}], gold))
+    statistics = window_bounds(
+        rows(logits, [0, *gold]), scored(log_softmax(logits), [{0}, {4}, {5}], gold)
+    )
     assert isinstance(statistics, BoundedStatistics)
     seen = observation(Window(4, (0, *gold)), 1, statistics)
     assert isinstance(seen, BoundedObservation)

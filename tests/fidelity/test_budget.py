@@ -74,7 +74,9 @@ def test_who_asks_for_a_number_of_windows_gets_as_many() -> None:
     assert "budget" not in Plan("hf:a", ("hf:b",), budget=3.0).facts()
 
 
-def _windows(kl: float, dnll: float, count: int = 16, spoiled: bool = False) -> list[WindowObservation]:
+def _windows(
+    kl: float, dnll: float, count: int = 16, spoiled: bool = False
+) -> list[WindowObservation]:
     rng = np.random.default_rng(7)
     found = []
     for index in range(count):
@@ -87,7 +89,19 @@ def _windows(kl: float, dnll: float, count: int = 16, spoiled: bool = False) -> 
         p, yes = np.full(n, 0.5), np.ones(n, dtype=bool)
         found.append(
             WindowObservation(
-                index, 1, np.zeros(n + 1, np.int32), nll, candidate, values, values, yes, p, p, p, values, ~yes
+                index,
+                1,
+                np.zeros(n + 1, np.int32),
+                nll,
+                candidate,
+                values,
+                values,
+                yes,
+                p,
+                p,
+                p,
+                values,
+                ~yes,
             )
         )
     return found
@@ -104,7 +118,10 @@ def test_a_verdict_is_certain_on_both_sides_and_not_between() -> None:
 
 @pytest.mark.engine
 def test_compare_fits_its_budget_and_goes_on_with_its_size(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    smollm2: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     engines = (f"hf:{smollm2}", f"hf:{smollm2}?weights=int(bits=8)")
@@ -161,33 +178,67 @@ def test_every_verb_says_in_one_line_that_a_budget_is_too_small(
 
 @pytest.mark.engine
 def test_the_expected_time_of_every_stage_is_told_without_a_budget_too(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
-    for module in ("assay.fidelity.reference", "assay.lab.kv.lab"):
+    for module in ("assay.fidelity.reference", "assay_lab.kv.lab"):
         monkeypatch.setattr(f"{module}.WORTH_MEASURING", 1024)
     few = ["--windows", "16", "--length", "32"]
     for words, stages in (
-        (["compare", f"hf:{tiny_llama}", f"hf:{tiny_llama}?dtype=float32", *few, "--no-floors"], "(reference "),
+        (
+            ["compare", f"hf:{tiny_llama}", f"hf:{tiny_llama}?dtype=float32", *few, "--no-floors"],
+            "(reference ",
+        ),
         (["kv", "eval", str(tiny_llama), "--codec", "fp8", *few], "(the exact cache "),
-        (["kv", "sweep", str(tiny_llama), "--codec", "fp8", "--codec", "fp8(scale=head)", *few], "2 measurements "),
+        (
+            ["kv", "sweep", str(tiny_llama), "--codec", "fp8", "--codec", "fp8(scale=head)", *few],
+            "2 measurements ",
+        ),
     ):
         invoke([*words, "--json"])
         captured = capsys.readouterr()
         lines = [line for line in captured.err.splitlines() if line.startswith("expected: about ")]
         assert len(lines) == 1 and stages in lines[0], words
         assert "times" not in json.loads(captured.out)["results"]  # equal runs give equal results
-    invoke(["compare", f"hf:{tiny_llama}", f"hf:{tiny_llama}?dtype=float32", "--windows", "8", "--length", "32"])
+    invoke(
+        [
+            "compare",
+            f"hf:{tiny_llama}",
+            f"hf:{tiny_llama}?dtype=float32",
+            "--windows",
+            "8",
+            "--length",
+            "32",
+        ]
+    )
     assert "expected" not in capsys.readouterr().err  # done in a moment
 
 
 @pytest.mark.engine
 def test_a_certain_verdict_ends_the_run(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    smollm2: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     coarse = f"hf:{smollm2}?weights=int(bits=2)"
-    code = invoke(["compare", f"hf:{smollm2}", coarse, "--length", "32", "--batch", "8", "--no-floors", "--json"])
+    code = invoke(
+        [
+            "compare",
+            f"hf:{smollm2}",
+            coarse,
+            "--length",
+            "32",
+            "--batch",
+            "8",
+            "--no-floors",
+            "--json",
+        ]
+    )
     body = json.loads(capsys.readouterr().out)
     assert code == 1
     assert body["results"]["windows"] == 16

@@ -1,4 +1,6 @@
-"""A published capture as the reference: written here from the text of its format, read, compared with, and altered."""
+"""A published capture as the reference: written here from the text of its format, read, compared
+with, and altered.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def put(path: Path, value: Any, seal: str | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if seal:
         value = value | {seal: ""}
-        value[seal] = sha(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False))
+        value[seal] = sha(
+            json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        )
     path.write_text(json.dumps(value))
 
 
@@ -47,7 +51,9 @@ def capture(
     with_head: bool = True,
     **changed: Any,
 ) -> Path:
-    """A capture in the layout of sections 2, 5, 6, 7 and 8 of the format; `changed` replaces keys of its capture manifest."""
+    """A capture in the layout of sections 2, 5, 6, 7 and 8 of the format; `changed` replaces keys
+    of its capture manifest.
+    """
     for name in ("panel/tokens", "capture", "head", "runtime"):
         (folder / name).mkdir(parents=True)
     panel, records = [], []
@@ -63,15 +69,30 @@ def capture(
             }
         )
         save_file({"hidden_states": rows}, folder / f"capture/hidden_{i:04d}.safetensors")
-        records.append({
-            "index": i, "file": f"hidden_{i:04d}.safetensors", "key": "hidden_states", "tensor_content_sha256": tensor_sha(rows),
-            "token_ids_json_sha256": digest, "scored_rows": len(rows), "shape": list(rows.shape),
-        })  # fmt: skip
+        records.append(
+            {
+                "index": i,
+                "file": f"hidden_{i:04d}.safetensors",
+                "key": "hidden_states",
+                "tensor_content_sha256": tensor_sha(rows),
+                "token_ids_json_sha256": digest,
+                "scored_rows": len(rows),
+                "shape": list(rows.shape),
+            }
+        )
     suite = sha("\n".join(r["token_ids_json_sha256"] for r in panel))
-    put(folder / "panel/panel.json", {
-        "schema": "malaiwah.fidelity-panel-binding.v1", "panel_id": "panel--test", "contexts": len(panel), "records": panel,
-        "scoring_window": {"score_from": 0, "windowed": False}, "suite_token_hash_sha256": suite,
-    }, "receipt_sha256")  # fmt: skip
+    put(
+        folder / "panel/panel.json",
+        {
+            "schema": "malaiwah.fidelity-panel-binding.v1",
+            "panel_id": "panel--test",
+            "contexts": len(panel),
+            "records": panel,
+            "scoring_window": {"score_from": 0, "windowed": False},
+            "suite_token_hash_sha256": suite,
+        },
+        "receipt_sha256",
+    )
     content = sha("\n".join(f"{r['index']}:{r['tensor_content_sha256']}" for r in records))
     form = {
         "form": "hidden",
@@ -88,20 +109,33 @@ def capture(
         save_file({"lm_head.weight": weight}, folder / "head/weight.safetensors")
     put(folder / "runtime/capture-runtime.json", {"lane": "test"})
     (folder / "README.md").write_text("a capture")
-    seal(folder, {
-        "schema": "malaiwah.fidelity-dataset.v1", "format_version": 1, "dataset": {"role": "root"}, "capture": {"capture_content_digest": content},
-        "panel": {"suite_token_hash_sha256": suite}, "weights": {"repository": "org/model", "revision": "abc"},
-        "head": {
-            "present": with_head, "file": "weight.safetensors", "tensor_key": "lm_head.weight", "shape": list(weight.shape), "dtype": "BF16",
-            "tensor_content_sha256": tensor_sha(weight),
+    seal(
+        folder,
+        {
+            "schema": "malaiwah.fidelity-dataset.v1",
+            "format_version": 1,
+            "dataset": {"role": "root"},
+            "capture": {"capture_content_digest": content},
+            "panel": {"suite_token_hash_sha256": suite},
+            "weights": {"repository": "org/model", "revision": "abc"},
+            "head": {
+                "present": with_head,
+                "file": "weight.safetensors",
+                "tensor_key": "lm_head.weight",
+                "shape": list(weight.shape),
+                "dtype": "BF16",
+                "tensor_content_sha256": tensor_sha(weight),
+            },
         },
-    })  # fmt: skip
+    )
     return folder
 
 
 def seal(folder: Path, manifest: dict[str, Any]) -> None:
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-    lines = [f"{sha((folder / f).read_bytes())}  {f}" for f in files if f not in (NAME, "checksums.txt")]
+    lines = [
+        f"{sha((folder / f).read_bytes())}  {f}" for f in files if f not in (NAME, "checksums.txt")
+    ]
     (folder / "checksums.txt").write_text("\n".join(lines) + "\n")
     sealed = {"checksums_sha256": sha((folder / "checksums.txt").read_bytes())}
     put(folder / NAME, manifest | {"seal": sealed}, "dataset_sha256")
@@ -110,9 +144,16 @@ def seal(folder: Path, manifest: dict[str, Any]) -> None:
 @pytest.fixture
 def made(tmp_path: Path) -> Any:
     tokens = [list(window(i).tokens) for i in range(3)]
-    states = [torch.randn(LENGTH - 1, WIDTH, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)]
+    states = [
+        torch.randn(LENGTH - 1, WIDTH, generator=torch.Generator().manual_seed(i)).bfloat16()
+        for i in range(3)
+    ]
     weight = head(dtype=torch.bfloat16).weight
-    return lambda **more: (capture(tmp_path / "root", tokens, states, weight, **more), states, weight)
+    return lambda **more: (
+        capture(tmp_path / "root", tokens, states, weight, **more),
+        states,
+        weight,
+    )
 
 
 def test_a_capture_is_read_with_its_head(made: Any) -> None:
@@ -176,8 +217,12 @@ def test_who_seals_anew_still_has_to_keep_states_tokens_and_head(made: Any) -> N
         open_pack(f"pack:{folder}")
 
 
-@pytest.mark.parametrize("changed", [{"form": "logit"}, {"semantic_point": "lm_head_output_before_sampling"}])
-def test_what_is_not_captured_before_the_head_is_refused(made: Any, changed: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "changed", [{"form": "logit"}, {"semantic_point": "lm_head_output_before_sampling"}]
+)
+def test_what_is_not_captured_before_the_head_is_refused(
+    made: Any, changed: dict[str, str]
+) -> None:
     folder, *_ = made(**changed)
     with pytest.raises(AssayError, match="only states after_final"):
         open_pack(f"pack:{folder}")

@@ -22,7 +22,9 @@ Compare = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture
-def compare(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
+def compare(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Compare:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
 
     def run(*arguments: object) -> tuple[int, dict[str, Any]]:
@@ -54,7 +56,9 @@ def test_the_figures_are_those_of_the_models_own_logits(compare: Compare, smollm
     import transformers
 
     code, body = compare(
-        f"hf:{smollm2}?dtype=float32", f"hf:{smollm2}?weights=int(bits=4,group=128)&dtype=float32", *SMALL
+        f"hf:{smollm2}?dtype=float32",
+        f"hf:{smollm2}?weights=int(bits=4,group=128)&dtype=float32",
+        *SMALL,
     )
     results = body["results"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
@@ -64,7 +68,7 @@ def test_the_figures_are_those_of_the_models_own_logits(compare: Compare, smollm
     # This tokenizer puts no start token before a text, so a window is 64 tokens of it.
     places = places_of(len(ids), Cut(length=64), None, 8)
     windows = [ids[i * 64 : (i + 1) * 64] for i in places]
-    from assay.lab.quantisation import quantise_model
+    from assay_lab.quantisation import quantise_model
 
     logits = []
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
@@ -74,7 +78,9 @@ def test_the_figures_are_those_of_the_models_own_logits(compare: Compare, smollm
         with torch.inference_mode():
             logits.append(model(torch.tensor(windows)).logits[:, :-1].double().numpy())
     logs = [
-        x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
+        x
+        - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - x.max(-1, keepdims=True)
         for x in logits
     ]
     kl = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
@@ -82,7 +88,9 @@ def test_the_figures_are_those_of_the_models_own_logits(compare: Compare, smollm
     nll = [-np.take_along_axis(x, gold, -1)[..., 0] for x in logs]
     assert results["kld"]["mean"] == pytest.approx(kl.mean(), abs=1e-5)
     assert results["kld"]["max"] == pytest.approx(kl.max(), rel=1e-4)
-    assert results["dppl_pct"]["value"] == pytest.approx(100 * np.expm1((nll[1] - nll[0]).mean()), abs=1e-3)
+    assert results["dppl_pct"]["value"] == pytest.approx(
+        100 * np.expm1((nll[1] - nll[0]).mean()), abs=1e-3
+    )
     assert results["ppl_reference"] == pytest.approx(np.exp(nll[0].mean()), rel=1e-5)
     top1 = 100 * (logits[0].argmax(-1) == logits[1].argmax(-1)).mean()
     assert results["top1_pct"]["value"] == pytest.approx(top1, abs=1e-9)
@@ -113,7 +121,19 @@ def test_a_cache_of_8_bits_shows_in_decode_and_is_refused_in_prefill(
     compare: Compare, smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     specs = [f"hf:{smollm2}?kv_cache_dtype=fp8_{form}" for form in ("e4m3", "e5m2")]
-    shape = ("--path", "decode", "--windows", 8, "--length", 24, "--batch", 8, "--no-floors", "--greedy", 2)
+    shape = (
+        "--path",
+        "decode",
+        "--windows",
+        8,
+        "--length",
+        24,
+        "--batch",
+        8,
+        "--no-floors",
+        "--greedy",
+        2,
+    )
     code, body = compare(f"hf:{smollm2}", *specs, *shape)
     assert code in (1, 3)
     first, second = body["results"]["candidates"]
@@ -150,9 +170,13 @@ def test_several_candidates_share_one_reference(compare: Compare, smollm2: Path)
     assert second["power"]["windows"] == 8
 
 
-def test_one_candidate_that_fails_leaves_the_others(compare: Compare, smollm2: Path, tmp_path: Path) -> None:
+def test_one_candidate_that_fails_leaves_the_others(
+    compare: Compare, smollm2: Path, tmp_path: Path
+) -> None:
     other = make_target(tmp_path / "other", hidden=32, layers=1)
-    code, body = compare(f"hf:{smollm2}", f"hf:{other}", f"hf:{smollm2}?weights=int(bits=2,group=64)", *SMALL)
+    code, body = compare(
+        f"hf:{smollm2}", f"hf:{other}", f"hf:{smollm2}?weights=int(bits=2,group=64)", *SMALL
+    )
     assert code == 1  # the other is rejected, which is graver than an error
     assert [c["grade"] for c in body["results"]["candidates"]] == ["REJECT"]
     assert [f["id"] for f in body["findings"]] == ["fidelity.tokenizer_mismatch", "fidelity.reject"]
@@ -163,14 +187,27 @@ def test_one_candidate_that_fails_leaves_the_others(compare: Compare, smollm2: P
 def test_the_reference_writes_the_text_and_both_go_on_from_it(
     compare: Compare, smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shape = ("--text", "self", "--windows", 8, "--length", 32, "--batch", 8, "--no-floors", "--greedy", 6)
+    shape = (
+        "--text",
+        "self",
+        "--windows",
+        8,
+        "--length",
+        32,
+        "--batch",
+        8,
+        "--no-floors",
+        "--greedy",
+        6,
+    )
     code, body = compare(f"hf:{smollm2}", f"hf:{smollm2}?weights=int(bits=2,group=128)", *shape)
     results = body["results"]
     assert code == 1
     assert results["text"]["sources"] == ["self"]
     assert results["text"]["start_ids"] == [0]
     assert results["text"]["sampled_from"] == f"hf:{smollm2.name}"
-    # Sampled at temperature 1 and read without what came before: far from English, further from noise.
+    # Sampled at temperature 1 and read without what came before: far from English, further from
+    # noise.
     assert 2 < results["ppl_reference"] < 500
     greedy = results["greedy"]
     assert greedy["diverged"] == 8
@@ -185,7 +222,9 @@ def test_the_reference_writes_the_text_and_both_go_on_from_it(
         assert again[part] == results[part]
 
 
-def test_the_same_thing_under_another_name_is_no_evidence(compare: Compare, tiny_llama: Path) -> None:
+def test_the_same_thing_under_another_name_is_no_evidence(
+    compare: Compare, tiny_llama: Path
+) -> None:
     code, body = compare(f"hf:{tiny_llama}?dtype=auto", f"hf:{tiny_llama}", *SMALL)
     assert code == 2
     assert body["findings"][0]["id"] == "fidelity.not_engaged"
@@ -218,20 +257,30 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
         calls.append(reference.window.index)
         return real(reference, candidate)
 
-    arguments = (f"hf:{tiny_llama}", f"hf:{tiny_llama}?weights=int(bits=4,group=64)", *SMALL, "--batch", "4")
+    arguments = (
+        f"hf:{tiny_llama}",
+        f"hf:{tiny_llama}?weights=int(bits=4,group=64)",
+        *SMALL,
+        "--batch",
+        "4",
+    )
     monkeypatch.setattr(measure_module, "window_statistics", cut_after_four)
     code, body = compare(*arguments)
     assert code == 130
     assert body["results"]["windows"] == 4
     calls.clear()
-    monkeypatch.setattr(measure_module, "window_statistics", lambda a, b: calls.append(a.window.index) or real(a, b))
+    monkeypatch.setattr(
+        measure_module, "window_statistics", lambda a, b: calls.append(a.window.index) or real(a, b)
+    )
     code, body = compare(*arguments)
     assert calls == [4, 5, 6, 7]
     assert body["results"]["windows"] == 8
     assert code in (0, 1, 3)
 
 
-def test_a_batch_that_does_not_fit_is_halved(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_does_not_fit_is_halved(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     from assay.engines.hf.scorer import HfScorer
@@ -286,7 +335,9 @@ class TestStored:
         )
         return out
 
-    def test_a_store_stands_for_its_reference(self, compare: Compare, tiny_llama: Path, store: Path) -> None:
+    def test_a_store_stands_for_its_reference(
+        self, compare: Compare, tiny_llama: Path, store: Path
+    ) -> None:
         candidate = f"hf:{tiny_llama}?weights=int(bits=4,group=64)"
         _, live = compare(f"hf:{tiny_llama}", candidate, *SMALL)
         _, stored = compare(f"run:{store}", candidate, *SMALL)
@@ -313,7 +364,9 @@ class TestStored:
         assert body["results"]["floors"]["rounding_bf16"] > 0
         assert "fidelity.self_test" in [f["id"] for f in body["findings"]]
 
-    def test_one_flipped_bit_is_noticed(self, compare: Compare, tiny_llama: Path, store: Path) -> None:
+    def test_one_flipped_bit_is_noticed(
+        self, compare: Compare, tiny_llama: Path, store: Path
+    ) -> None:
         shard = next((store / "states").iterdir())
         raw = bytearray(shard.read_bytes())
         raw[-3] ^= 1
@@ -322,15 +375,27 @@ class TestStored:
         assert code == 2
         assert shard.name in body["findings"][0]["title"]
 
-    def test_other_settings_than_the_stored_are_refused(self, compare: Compare, tiny_llama: Path, store: Path) -> None:
+    def test_other_settings_than_the_stored_are_refused(
+        self, compare: Compare, tiny_llama: Path, store: Path
+    ) -> None:
         code, body = compare(f"run:{store}", f"hf:{tiny_llama}", "--length", 32)
         assert code == 2
         assert "--length 64" in body["findings"][0]["title"]
 
-    def test_the_file_of_llama_cpp_is_read_too(self, compare: Compare, tiny_llama: Path, tmp_path: Path) -> None:
+    def test_the_file_of_llama_cpp_is_read_too(
+        self, compare: Compare, tiny_llama: Path, tmp_path: Path
+    ) -> None:
         base = tmp_path / "base.kld"
         shape = ["--windows", "8", "--length", "64", "--scored", "second-half"]
-        arguments = ["reference", f"hf:{tiny_llama}", "--out", str(base), "--format", "llama.cpp", *shape]
+        arguments = [
+            "reference",
+            f"hf:{tiny_llama}",
+            "--out",
+            str(base),
+            "--format",
+            "llama.cpp",
+            *shape,
+        ]
         assert invoke(arguments) == 0
         code, body = compare(f"run:{base}", f"hf:{tiny_llama}?dtype=float32", *shape)
         assert code in (0, 1, 3)

@@ -1,4 +1,6 @@
-"""Servers as candidates: faults, refusals, resuming and what a result says, against a stub with a known distribution."""
+"""Servers as candidates: faults, refusals, resuming and what a result says, against a stub with a
+known distribution.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def reference_logits(tokens: Sequence[int]) -> np.ndarray:
 
 
 def served_logprobs(tokens: Sequence[int], shift: float) -> np.ndarray:
-    logits = reference_logits(tokens) + shift * np.random.default_rng(2).normal(0, 1, (VOCAB, VOCAB))[list(tokens[:-1])]
+    logits = (
+        reference_logits(tokens)
+        + shift * np.random.default_rng(2).normal(0, 1, (VOCAB, VOCAB))[list(tokens[:-1])]
+    )
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
@@ -67,7 +72,10 @@ def stub() -> Iterator[StubServer]:
 
         server.on(COMPLETIONS, completions)
         server.on("POST /tokenize", lambda e: e.json({"tokens": encode(e.body["prompt"])}))
-        server.on("POST /detokenize", lambda e: e.json({"prompt": " ".join(f"w{t}" for t in e.body["tokens"])}))
+        server.on(
+            "POST /detokenize",
+            lambda e: e.json({"prompt": " ".join(f"w{t}" for t in e.body["tokens"])}),
+        )
         yield server
 
 
@@ -77,12 +85,19 @@ def given_ids(shift: float, best: bool = False) -> Any:
     def answer(e: Exchange) -> None:
         rows = e.body["sampling_params"]["prompt_logprob_token_ids"]
         logq = served_logprobs(e.body["token_ids"], shift)
-        values = [[q[i] if i >= 0 else -np.inf for i in row] for row, q in zip(rows, logq, strict=True)]
+        values = [
+            [q[i] if i >= 0 else -np.inf for i in row] for row, q in zip(rows, logq, strict=True)
+        ]
         buffer = io.BytesIO()
         np.save(buffer, np.array(values, np.float32))
-        answer: dict[str, Any] = {"prompt_token_id_logprobs": base64.b64encode(buffer.getvalue()).decode()}
+        answer: dict[str, Any] = {
+            "prompt_token_id_logprobs": base64.b64encode(buffer.getvalue()).decode()
+        }
         if best and e.body["sampling_params"]["prompt_logprobs"] == 1:
-            own = [{t: q[t], int(q.argmax()): q.max()} for t, q in zip(e.body["token_ids"][1:], logq, strict=True)]
+            own = [
+                {t: q[t], int(q.argmax()): q.max()}
+                for t, q in zip(e.body["token_ids"][1:], logq, strict=True)
+            ]
             answer["prompt_logprobs"] = [None] + [
                 {str(t): {"logprob": float(v)} for t, v in row.items()} for row in own
             ]
@@ -142,14 +157,18 @@ def test_windows_that_were_scored_are_not_asked_for_again(stub: StubServer, tmp_
     before = len(stub.bodies(COMPLETIONS))
     seen = observe(Rows(), server, windows(), JOB, kept=Kept(tmp_path))
     assert [w.index for w in seen] == list(range(COUNT))
-    assert {tuple(b["prompt"]) for b in stub.bodies(COMPLETIONS)[before:]} == {w.tokens for w in windows()[4:]}
+    assert {tuple(b["prompt"]) for b in stub.bodies(COMPLETIONS)[before:]} == {
+        w.tokens for w in windows()[4:]
+    }
     whole = observe(Rows(), server, windows(), JOB)
     for a, b in zip(seen, whole, strict=True):
         np.testing.assert_array_equal(a.kl, b.kl)
     server.close()
 
 
-def test_a_server_that_slows_down_half_way_is_waited_for_only_as_long_as_there_is_time(stub: StubServer) -> None:
+def test_a_server_that_slows_down_half_way_is_waited_for_only_as_long_as_there_is_time(
+    stub: StubServer,
+) -> None:
     answer, goes_on, asked = stub._behaviours[COMPLETIONS], Event(), []
 
     def tiring(e: Exchange) -> None:
@@ -163,7 +182,13 @@ def test_a_server_that_slows_down_half_way_is_waited_for_only_as_long_as_there_i
     stub.on(COMPLETIONS, tiring)
     try:
         began = time.monotonic()
-        seen = observe(Rows(), server, windows(), ScoreJob(batch=2), left=lambda: began + 4.0 - time.monotonic())
+        seen = observe(
+            Rows(),
+            server,
+            windows(),
+            ScoreJob(batch=2),
+            left=lambda: began + 4.0 - time.monotonic(),
+        )
         took = time.monotonic() - began
     finally:
         goes_on.set()
@@ -175,7 +200,9 @@ def test_a_server_that_slows_down_half_way_is_waited_for_only_as_long_as_there_i
 def test_garbage_in_the_middle_ends_the_run_with_what_is_wrong(stub: StubServer) -> None:
     server = open_candidate(stub.url)
     observe(Rows(), server, windows(2), JOB)
-    stub.on(COMPLETIONS, lambda e: e.json({"choices": [{"index": 0, "prompt_logprobs": [None] * 5}]}))
+    stub.on(
+        COMPLETIONS, lambda e: e.json({"choices": [{"index": 0, "prompt_logprobs": [None] * 5}]})
+    )
     with pytest.raises(BadScores, match="5 log-probabilities came back"):
         observe(Rows(), server, windows(), JOB)
     server.close()
@@ -268,7 +295,9 @@ def test_a_password_in_the_url_is_printed_nowhere() -> None:
 class TestReport:
     """The whole verb, with a reference in closed form."""
 
-    def run(self, stub: StubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, query: str = "") -> dict[str, Any]:
+    def run(
+        self, stub: StubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, query: str = ""
+    ) -> dict[str, Any]:
         monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
         reference = Reference(
             windows(),
@@ -296,10 +325,17 @@ class TestReport:
         assert 0.05 < kld["unresolved_mass_reference"] < 0.9
         assert results["top1_pct"]["kind"] == "exact"
         assert results["engine"]["ids_chosen_by"] == "candidate"
-        d = [float((-served_logprobs(w.tokens, 0.3)[range(LENGTH - 1), w.tokens[1:]]).sum()) for w in windows()]
+        d = [
+            float((-served_logprobs(w.tokens, 0.3)[range(LENGTH - 1), w.tokens[1:]]).sum())
+            for w in windows()
+        ]
         ref = [reference_logits(w.tokens) for w in windows()]
         ref_nll = [
-            float(-(r - np.log(np.exp(r).sum(-1, keepdims=True)))[range(LENGTH - 1), w.tokens[1:]].sum())
+            float(
+                -(r - np.log(np.exp(r).sum(-1, keepdims=True)))[
+                    range(LENGTH - 1), w.tokens[1:]
+                ].sum()
+            )
             for r, w in zip(ref, windows(), strict=True)
         ]
         mean = (sum(d) - sum(ref_nll)) / (COUNT * (LENGTH - 1))
@@ -316,7 +352,10 @@ class TestReport:
         top1 = results["top1_pct"]
         assert top1["kind"] == "bounds"
         assert top1["value"] is None
-        same = [reference_logits(w.tokens).argmax(-1) == served_logprobs(w.tokens, 0.8).argmax(-1) for w in windows()]
+        same = [
+            reference_logits(w.tokens).argmax(-1) == served_logprobs(w.tokens, 0.8).argmax(-1)
+            for w in windows()
+        ]
         assert top1["certain"] <= 100 * np.mean(same) <= top1["possible"]
         assert top1["lo"] <= top1["certain"] < top1["possible"] <= top1["hi"]
         assert results["engine"]["ids_chosen_by"] == "reference"

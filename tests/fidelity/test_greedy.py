@@ -25,16 +25,23 @@ class Engine:
     def __init__(self, turn: int = 99, gap: float = 2.0) -> None:
         self.turn, self.gap, self.calls = turn, gap, 0
 
-    def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+    def generate_greedy(
+        self, prefixes: Sequence[tuple[int, ...]], count: int
+    ) -> list[list[GreedyStep]]:
         self.calls += 1
         return [
-            [step(p[-1] + 1 + i + (100 if i >= self.turn + k else 0), self.gap) for i in range(count)]
+            [
+                step(p[-1] + 1 + i + (100 if i >= self.turn + k else 0), self.gap)
+                for i in range(count)
+            ]
             for k, p in enumerate(prefixes)
         ]
 
 
 class Broken:
-    def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+    def generate_greedy(
+        self, prefixes: Sequence[tuple[int, ...]], count: int
+    ) -> list[list[GreedyStep]]:
         raise AssayError("it names no ids", finding_id="server.bad_scores")
 
 
@@ -43,13 +50,20 @@ def test_the_first_halves_of_eight_windows_are_continued() -> None:
 
 
 def test_where_they_part_and_what_was_near() -> None:
-    reference, candidate = (continue_greedily(e, WINDOWS, 12, None) for e in (Engine(gap=0.1), Engine(turn=7)))
+    reference, candidate = (
+        continue_greedily(e, WINDOWS, 12, None) for e in (Engine(gap=0.1), Engine(turn=7))
+    )
     found = compare_greedy(reference, candidate, WINDOWS, 12, texts=lambda token: f"<{token}>")
     assert [d.first for d in found.found] == [7, 8, 9, 10, 11, None, None, None]
     assert found.median_first == 10.5
     assert not any(d.near_tie for d in found.found)  # the candidate was sure
     body = found.to_json()
-    assert (body["diverged"], body["prefixes"], body["prefix_tokens"], body["near_ties"]) == (5, 8, 10, 0)
+    assert (body["diverged"], body["prefixes"], body["prefix_tokens"], body["near_ties"]) == (
+        5,
+        8,
+        10,
+        0,
+    )
     assert body["per_prefix"][0]["reference"]["text"] == "<17>"
     assert body["per_prefix"][0]["candidate"]["gap"] == pytest.approx(2.0)
     assert body["per_prefix"][7] == {
@@ -57,7 +71,9 @@ def test_where_they_part_and_what_was_near() -> None:
     }  # fmt: skip
     (table,) = greedy_blocks(found, "")
     assert [row[-1] for row in table.rows] == ["another choice"] * 5 + ["the same throughout"] * 3
-    close = compare_greedy(reference, continue_greedily(Engine(turn=0, gap=0.2), WINDOWS, 12, None), WINDOWS, 12)
+    close = compare_greedy(
+        reference, continue_greedily(Engine(turn=0, gap=0.2), WINDOWS, 12, None), WINDOWS, 12
+    )
     assert close.to_json()["near_ties"] == 8
     assert close.median_first == 3.5
 
@@ -77,7 +93,9 @@ def test_what_is_kept_is_not_generated_again(tmp_path: Path) -> None:
     assert again.steps == first.steps
 
 
-@pytest.mark.parametrize(("engine", "said"), [(object(), "offers no greedy"), (Broken(), "names no ids")])
+@pytest.mark.parametrize(
+    ("engine", "said"), [(object(), "offers no greedy"), (Broken(), "names no ids")]
+)
 def test_an_engine_that_cannot_says_why(engine: object, said: str) -> None:
     none = continue_greedily(engine, WINDOWS, 6, None)
     found = compare_greedy(continue_greedily(Engine(), WINDOWS, 6, None), none, WINDOWS, 6)

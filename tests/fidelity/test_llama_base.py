@@ -1,4 +1,6 @@
-"""llama.cpp's file of log-probabilities: our writer against our reader, against hand-made bytes and broken files."""
+"""llama.cpp's file of log-probabilities: our writer against our reader, against hand-made bytes and
+broken files.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,16 @@ from assay.errors import AssayError
 from assay.fidelity.store import encode_rows, open_base, write_base
 
 
-def scored(count: int, length: int, vocab: int, seed: int = 0) -> tuple[list[Window], list[LogitRows]]:
+def scored(
+    count: int, length: int, vocab: int, seed: int = 0
+) -> tuple[list[Window], list[LogitRows]]:
     rng = np.random.default_rng(seed)
     windows = [Window(i, tuple(rng.integers(0, vocab, length).tolist())) for i in range(count)]
     first = length // 2 + 1
     rows = [
-        LogitRows(w, first, torch.from_numpy(rng.normal(0, 4, (length - first, vocab)).astype(np.float32)))
+        LogitRows(
+            w, first, torch.from_numpy(rng.normal(0, 4, (length - first, vocab)).astype(np.float32))
+        )
         for w in windows
     ]
     return windows, rows
@@ -61,7 +67,9 @@ def test_round_trip(tmp_path: Path, vocab: int, length: int) -> None:
         exact[np.arange(len(gold)), gold] = np.maximum(
             exact[np.arange(len(gold)), gold], exact.max(1) - 16
         )  # an upper bound
-        np.testing.assert_allclose(found.values.numpy()[kept], exact[kept], atol=0.5 * 16 / 65535 + 5e-6)
+        np.testing.assert_allclose(
+            found.values.numpy()[kept], exact[kept], atol=0.5 * 16 / 65535 + 5e-6
+        )
         assert (kept | (exact < exact.max(1, keepdims=True) - 15.99)).all()
 
 
@@ -72,8 +80,12 @@ def test_round_trip(tmp_path: Path, vocab: int, length: int) -> None:
     offset=st.sampled_from([0.0, 55.0, -200.0]),
 )
 @settings(max_examples=60, deadline=None)
-def test_encoded_rows_are_within_half_a_step(seed: int, vocab: int, scale: float, offset: float) -> None:
-    logits = (np.random.default_rng(seed).normal(0, 1, (4, vocab)) * scale + offset).astype(np.float32)
+def test_encoded_rows_are_within_half_a_step(
+    seed: int, vocab: int, scale: float, offset: float
+) -> None:
+    logits = (np.random.default_rng(seed).normal(0, 1, (4, vocab)) * scale + offset).astype(
+        np.float32
+    )
     encoded = encode_rows(logits)
     assert encoded.shape == (4, 2 * ((vocab + 1) // 2) + 4)
     step, lowest = np.ascontiguousarray(encoded[:, :4]).view("<f4").T.astype(np.float64)
@@ -91,8 +103,14 @@ def test_encoded_rows_are_within_half_a_step(seed: int, vocab: int, scale: float
         (b"_logits_" + bytes(5), "no file of log-probabilities"),
         (b"_logits_" + struct.pack("<Iii", 6, -1, 1), "claims 1 windows of 6 tokens and -1"),
         (b"_logits_" + struct.pack("<Iii6i", 6, 5, 1, *range(5), 0), "it is cut short"),
-        (b"_logits_" + struct.pack("<Iii6i", 6, 5, 1, *range(5), 0) + bytes(41), "something behind"),
-        (b"_logits_" + struct.pack("<Iii6i", 6, 5, 1, *range(5), 7) + bytes(40), "outside its vocabulary of 5"),
+        (
+            b"_logits_" + struct.pack("<Iii6i", 6, 5, 1, *range(5), 0) + bytes(41),
+            "something behind",
+        ),
+        (
+            b"_logits_" + struct.pack("<Iii6i", 6, 5, 1, *range(5), 7) + bytes(40),
+            "outside its vocabulary of 5",
+        ),
     ],
 )
 def test_broken_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -117,7 +135,9 @@ def test_raised_entries_are_ruled_out_but_for_the_token_that_came(tmp_path: Path
 def test_the_smallest_logit_of_a_narrow_row_is_kept(tmp_path: Path) -> None:
     windows, _ = scored(1, 8, 10)
     rows = [LogitRows(windows[0], 5, torch.arange(30.0).reshape(3, 10) % 10)]
-    assert torch.isfinite(next(write_base(tmp_path / "b", windows, rows).rows(windows)).values).all()
+    assert torch.isfinite(
+        next(write_base(tmp_path / "b", windows, rows).rows(windows)).values
+    ).all()
 
 
 def test_rows_of_another_protocol_are_refused(tmp_path: Path) -> None:

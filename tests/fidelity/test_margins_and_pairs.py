@@ -15,7 +15,13 @@ from scipy import stats
 from assay.errors import UsageError
 from assay.fidelity.breakdown import Floors
 from assay.fidelity.compare import Looks, implausible
-from assay.fidelity.margins import against_control, all_pairs, control_findings, controlled, margin_tests
+from assay.fidelity.margins import (
+    against_control,
+    all_pairs,
+    control_findings,
+    controlled,
+    margin_tests,
+)
 from assay.fidelity.plan import Plan, label_of
 from assay.fidelity.report import blocks, pareto, short_names
 from assay.fidelity.result import CandidateResult, findings_of, power_of, summarise, verdict_of
@@ -93,7 +99,9 @@ def test_holm_counts_all_margins_of_all_candidates(result: Callable[..., Candida
     assert all(t.p_holm > 0.99 for t in rows[1] if t.metric == "dppl_pct" and t.grade == "ACCEPT")
 
 
-def test_full_agreement_proves_no_more_than_its_number_of_tokens(result: Callable[..., CandidateResult]) -> None:
+def test_full_agreement_proves_no_more_than_its_number_of_tokens(
+    result: Callable[..., CandidateResult],
+) -> None:
     tests = margin_tests([result("a", windows=2, wrong=0.0).summary], PLAN)[0]
     p = next(t.p for t in tests if t.metric == "top1_pct" and t.grade == "ACCEPT")
     assert p == pytest.approx(0.95 ** (2 * TOKENS))
@@ -119,7 +127,9 @@ def test_pairs_are_compared_by_window(result: Callable[..., CandidateResult]) ->
     assert pairs[1].to_json()["dnll"] == {"value": 0, "lo": 0, "hi": 0, "p_holm": 1}
 
 
-def test_a_pair_leaves_out_tokens_that_either_side_lost(result: Callable[..., CandidateResult]) -> None:
+def test_a_pair_leaves_out_tokens_that_either_side_lost(
+    result: Callable[..., CandidateResult],
+) -> None:
     a, b = result("a"), result("b", shift=0.01)
     b.seen[0].nll_cand[3] = np.nan
     a.seen[1].kl[5] = np.inf
@@ -142,10 +152,14 @@ def test_the_power_line_says_what_the_margin_takes(result: Callable[..., Candida
     assert power_of(result("a", windows=3).seen, PLAN, 64) is None
 
 
-def test_an_engine_that_does_not_repeat_itself_is_named(result: Callable[..., CandidateResult]) -> None:
+def test_an_engine_that_does_not_repeat_itself_is_named(
+    result: Callable[..., CandidateResult],
+) -> None:
     ids = [f.id for f in findings_of(result("self"), allow_marginal=False)]
     assert ids == ["fidelity.self_test", "fidelity.not_repeatable"]
-    assert [f.id for f in findings_of(result("self", zero_share=1.0), allow_marginal=False)] == ["fidelity.self_test"]
+    assert [f.id for f in findings_of(result("self", zero_share=1.0), allow_marginal=False)] == [
+        "fidelity.self_test"
+    ]
 
 
 def test_the_front_holds_what_nothing_else_beats(result: Callable[..., CandidateResult]) -> None:
@@ -196,7 +210,9 @@ def test_what_all_labels_share_is_left_out_in_charts(labels: list[str], short: l
     assert short_names(labels) == short
 
 
-def test_an_excluded_accept_fails_even_where_the_rest_is_open(result: Callable[..., CandidateResult]) -> None:
+def test_an_excluded_accept_fails_even_where_the_rest_is_open(
+    result: Callable[..., CandidateResult],
+) -> None:
     open_ = result("a", windows=12, shift=0.008, spread=0.06)
     assert open_.summary.judgement.grade is Grade.INCONCLUSIVE
     assert open_.summary.judgement.accept_excluded
@@ -239,14 +255,20 @@ def test_every_look_after_an_undecided_one_is_stricter(
 def test_a_tokenizer_that_splits_text_into_characters_is_suspected(
     text: dict[str, Any], perplexity: float, warned: bool
 ) -> None:
-    assert [f.id for f in implausible(text, perplexity)] == ["fidelity.implausible_reference"] * warned
+    assert [f.id for f in implausible(text, perplexity)] == [
+        "fidelity.implausible_reference"
+    ] * warned
 
 
-def test_a_control_is_judged_by_window_in_kl_and_perplexity(result: Callable[..., CandidateResult]) -> None:
+def test_a_control_is_judged_by_window_in_kl_and_perplexity(
+    result: Callable[..., CandidateResult],
+) -> None:
     control = result("q8", windows=24)
     plan = Plan("hf:a", ("hf:b", "hf:c"), control="hf:q8")
     same, worse = result("b", windows=24, seed=3), result("c", windows=24, shift=0.02)
-    kept, found = controlled([same, worse, replace(control, label=label_of(plan.control, plan.sides))], plan)
+    kept, found = controlled(
+        [same, worse, replace(control, label=label_of(plan.control, plan.sides))], plan
+    )
     assert [r.label for r in kept] == ["b", "c"] and set(found) == {"b", "c"}
     assert found["b"].standing is Standing.NO_WORSE and found["b"].verdict is Verdict.PASS
     assert found["c"].standing is Standing.WORSE and found["c"].verdict is Verdict.FAIL
@@ -256,14 +278,26 @@ def test_a_control_is_judged_by_window_in_kl_and_perplexity(result: Callable[...
     assert body["margin"] == pytest.approx(0.1 * kl[1]) and body["lo"] > body["margin"]
     assert body["dppl_pct"]["difference"] == pytest.approx(
         100
-        * math.expm1(np.mean([a.dnll.mean() - b.dnll.mean() for a, b in zip(worse.seen, control.seen, strict=True)]))
+        * math.expm1(
+            np.mean(
+                [
+                    a.dnll.mean() - b.dnll.mean()
+                    for a, b in zip(worse.seen, control.seen, strict=True)
+                ]
+            )
+        )
     )
     (finding,) = control_findings([*found.values()])
     assert finding.id == "fidelity.control_worse" and finding.severity is Severity.ERROR
 
 
-def test_an_undecided_control_says_how_many_windows_decide(result: Callable[..., CandidateResult]) -> None:
-    noisy, control = result("b", windows=9, spread=0.01), result("q8", windows=9, spread=0.01, seed=8)
+def test_an_undecided_control_says_how_many_windows_decide(
+    result: Callable[..., CandidateResult],
+) -> None:
+    noisy, control = (
+        result("b", windows=9, spread=0.01),
+        result("q8", windows=9, spread=0.01, seed=8),
+    )
     found = against_control(noisy, control, 0.1, 0.01)
     assert found and found.standing is Standing.UNDECIDED and found.verdict is Verdict.INCONCLUSIVE
     assert found.windows_needed and found.windows_needed > 9

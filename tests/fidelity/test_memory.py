@@ -1,4 +1,6 @@
-"""Memory of a comparison: the arithmetic against tensors, the prediction against the measured peak, and what does not fit."""
+"""Memory of a comparison: the arithmetic against tensors, the prediction against the measured peak,
+and what does not fit.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,20 @@ from assay.fidelity.plan import Plan
 from tiny_target import make_experts, make_target
 
 SHAPE = {
-    "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 """That of Llama 3 70B."""
 
 
 def dummy(folder: Path, layers: int, dtype: str = "BF16") -> Path:
-    """A checkpoint of that shape whose headers are real and whose numbers are a hole in a sparse file."""
+    """A checkpoint of that shape whose headers are real and whose numbers are a hole in a sparse
+    file.
+    """
     folder.mkdir()
     config = transformers.LlamaConfig(**SHAPE, num_hidden_layers=layers, dtype="bfloat16")
     config.architectures = ["LlamaForCausalLM"]
@@ -44,7 +52,10 @@ def dummy(folder: Path, layers: int, dtype: str = "BF16") -> Path:
         header, at = {}, 0
         for name, tensor in named[shard::2]:
             end = at + prod(tensor.shape) * size
-            header[name], at = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}, end
+            header[name], at = (
+                {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, end]},
+                end,
+            )
         raw = json.dumps(header).encode()
         with (folder / f"model-{shard}.safetensors").open("wb") as file:
             file.write(len(raw).to_bytes(8, "little") + raw)
@@ -64,7 +75,9 @@ def test_sizes_of_a_70b_shape_are_sums_over_its_tensors(tmp_path: Path, dtype: s
     found = read_checkpoint(str(folder))
     count = sum(p.numel() for p in model.parameters())
     assert found is not None and found.weights == 2 * count
-    assert found.stored == (2 if dtype == "BF16" else 4) * count and found.converted == (dtype == "F32")
+    assert found.stored == (2 if dtype == "BF16" else 4) * count and found.converted == (
+        dtype == "F32"
+    )
     assert found.head == 2 * 8192 * 128256
     assert found.token_bytes("auto") == cache.token_bytes(model) == 2 * 3 * 8 * 128 * 2
     assert found.token_bytes("fp8") * 2 == found.token_bytes("auto")
@@ -83,10 +96,14 @@ def test_windows_are_those_that_the_engine_will_run_together(
     monkeypatch.setattr(scorer, "free_memory", lambda device: free - side.weights)
     assert side.windows == scorer.choose_batch(model, 2048, ScoreJob(path))
     states = 2 * 2048 * 8192 * 2
-    assert side.window > states + (0 if path is ScoringPath.PREFILL else 2048 * cache.token_bytes(model))
+    assert side.window > states + (
+        0 if path is ScoringPath.PREFILL else 2048 * cache.token_bytes(model)
+    )
 
 
-def test_ranks_share_weights_cache_and_head_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_weights_cache_and_head_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = dummy(tmp_path / "70b", 4)
     monkeypatch.setattr(cost, "free_memory", lambda device: 80 << 30)
     for device in ("cpu", "cuda"):
@@ -104,7 +121,10 @@ def test_ranks_share_weights_cache_and_head_of_a_gpu(tmp_path: Path, monkeypatch
 
 
 def test_mixtures_and_tied_heads_count_once(tmp_path: Path) -> None:
-    for folder in (make_experts(tmp_path / "moe", "mixtral"), make_target(tmp_path / "dense", hidden=32, layers=1)):
+    for folder in (
+        make_experts(tmp_path / "moe", "mixtral"),
+        make_target(tmp_path / "dense", hidden=32, layers=1),
+    ):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         found = read_checkpoint(str(folder))
         assert found is not None and found.weights == 4 * sum(p.numel() for p in model.parameters())
@@ -121,9 +141,16 @@ def test_a_copy_in_another_layout_counts_once(tmp_path: Path) -> None:
     assert read_checkpoint(str(one)) == found and found is not None
     (one / "model.safetensors").rename(one / "model-00001-of-00001.safetensors")
     index = one / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}))
+    index.write_text(
+        json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}})
+    )
     assert read_checkpoint(str(one)) == found
-    for wrong in ({}, {"weight_map": []}, {"weight_map": {"lm_head.weight": "gone.safetensors"}}, []):
+    for wrong in (
+        {},
+        {"weight_map": []},
+        {"weight_map": {"lm_head.weight": "gone.safetensors"}},
+        [],
+    ):
         index.write_text(json.dumps(wrong))
         assert read_checkpoint(str(one)) is None
 
@@ -150,16 +177,22 @@ def test_what_does_not_fit_is_refused_before_it_is_opened(
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cost, "free_memory", lambda device: 64 << 30)
-    monkeypatch.setattr("assay.fidelity.compare.open_reference", lambda *a: pytest.fail("it was opened"))
+    monkeypatch.setattr(
+        "assay.fidelity.compare.open_reference", lambda *a: pytest.fail("it was opened")
+    )
     folder = dummy(tmp_path / "70b", 80)
     assert invoke(["compare", f"hf:{folder}?device=cpu", f"vllm:{folder}", "--json"]) == 2
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert finding["id"] == "fidelity.memory" and "\n" not in finding["title"]
-    assert "weights 131.4 GiB" in finding["title"] and re.search(r"6\d\.\d GiB can be taken", finding["title"])
+    assert "weights 131.4 GiB" in finding["title"] and re.search(
+        r"6\d\.\d GiB can be taken", finding["title"]
+    )
     assert "tensor_parallel=N" in finding["remedies"][0]
 
 
-@pytest.mark.parametrize("fault", ["no config", "config is a list", "no weights", "damaged", "hub", "other names"])
+@pytest.mark.parametrize(
+    "fault", ["no config", "config is a list", "no weights", "damaged", "hub", "other names"]
+)
 def test_what_cannot_be_read_is_not_known_and_left_to_the_engine(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +219,8 @@ def test_what_cannot_be_read_is_not_known_and_left_to_the_engine(
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("reference", "candidate"), [("float32", "bfloat16"), pytest.param("bfloat16", "float32", marks=pytest.mark.slow)]
+    ("reference", "candidate"),
+    [("float32", "bfloat16"), pytest.param("bfloat16", "float32", marks=pytest.mark.slow)],
 )
 def test_the_prediction_is_near_the_measured_peak(
     smollm2: Path, tmp_path: Path, reference: str, candidate: str

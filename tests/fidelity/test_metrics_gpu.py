@@ -68,7 +68,9 @@ def changed(name: str, by: float) -> torch.Tensor:
 
 
 def test_a_kernel_that_gives_the_same_is_used(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_on_gpu", lambda *rows: changed("p_dot", 1e-4))  # of a sum of some 800
+    monkeypatch.setattr(
+        kernel, "_on_gpu", lambda *rows: changed("p_dot", 1e-4)
+    )  # of a sum of some 800
     assert kernel.fused_statistics() is None
     assert torch.equal(kernel.sums(*ROWS, _stacked_sums), changed("p_dot", 1e-4))
     assert kernel.fused_statistics()
@@ -80,14 +82,18 @@ def test_a_kernel_that_gives_the_same_is_used(kernel: Any, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "same_best"])
 @pytest.mark.parametrize("by", [0.5, float("nan")])
-def test_a_kernel_that_differs_is_not_used(kernel: Any, monkeypatch: pytest.MonkeyPatch, name: str, by: float) -> None:
+def test_a_kernel_that_differs_is_not_used(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch, name: str, by: float
+) -> None:
     monkeypatch.setattr(kernel, "_on_gpu", lambda *rows: changed(name, by))
     with pytest.warns(RuntimeWarning, match="other values"):
         assert kernel.sums(*ROWS, _stacked_sums) is None
     assert kernel.fused_statistics() is False
 
 
-def test_another_likeliest_token_or_a_failure_is_not_used(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_likeliest_token_or_a_failure_is_not_used(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sums = _stacked_sums(*ROWS)
     sums[-1] = 1 - sums[-1]
     monkeypatch.setattr(kernel, "_on_gpu", lambda *rows: sums)
@@ -102,7 +108,9 @@ def test_another_likeliest_token_or_a_failure_is_not_used(kernel: Any, monkeypat
         assert not kernel.same_by_both(*ROWS, _stacked_sums)
 
 
-def test_without_triton_torch_takes_the_statistics_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_torch_takes_the_statistics_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     _forget()
     metrics._kernel.cache_clear()

@@ -1,4 +1,6 @@
-"""One file for a reference: what is in it, whose head it takes, and that every change of it is noticed."""
+"""One file for a reference: what is in it, whose head it takes, and that every change of it is
+noticed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from assay.cli.main import invoke
 from assay.engines.scoring import Head, StateRows
 from assay.errors import AssayError
 from assay.fidelity.metrics import window_statistics
-from assay.fidelity.pack import PackOptions, head_digest, open_pack, pack_settings, read_pack, write_pack
+from assay.fidelity.pack import (
+    PackOptions,
+    head_digest,
+    open_pack,
+    pack_settings,
+    read_pack,
+    write_pack,
+)
 
 KEY = b"0123456789abcdef0123456789abcdef"
 
@@ -34,7 +43,9 @@ def pack(tmp_path: Path) -> Any:
 
     def make(**options: Any) -> Path:
         out = tmp_path / "reference.pack"
-        report = write_pack(PackOptions.of({"source": str(tmp_path / "store"), "out": out, **options}))
+        report = write_pack(
+            PackOptions.of({"source": str(tmp_path / "store"), "out": out, **options})
+        )
         assert report.verdict.exit_code == 0
         return out
 
@@ -48,7 +59,9 @@ def test_a_pack_holds_what_the_store_does_in_16_bits(pack: Any) -> None:
     for i, rows in enumerate(found.rows(found.windows)):
         assert torch.equal(rows.states, states(i).to(torch.float16))
         exact = StateRows(window(i), FIRST, states(i), head())
-        assert window_statistics(exact, rows).kl.max() <= found.manifest["rounding"]["kld_max"] + 1e-12
+        assert (
+            window_statistics(exact, rows).kl.max() <= found.manifest["rounding"]["kld_max"] + 1e-12
+        )
     assert found.manifest["rounding"]["kld_mean"] < 1e-6
     assert pack_settings(f"pack:{found.path}") == {
         "windows": 3,
@@ -75,7 +88,9 @@ def test_the_head_is_in_the_pack_or_known_by_its_digest(pack: Any, tmp_path: Pat
     save_file({"model.embed_tokens.weight": torch.zeros(VOCAB, 16)}, model / "a.safetensors")
     with pytest.raises(AssayError, match="does not hold the output head"):
         open_pack(f"pack:{found.path}?head={model}")
-    save_file({"lm_head.weight": head().weight, "lm_head.bias": head().bias}, model / "b.safetensors")
+    save_file(
+        {"lm_head.weight": head().weight, "lm_head.bias": head().bias}, model / "b.safetensors"
+    )
     assert open_pack(f"pack:{found.path}?head={model}").head is not None
 
 
@@ -95,7 +110,9 @@ def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     options = {"source": str(tmp_path / "store"), "out": tmp_path / "x"}
     with pytest.raises(AssayError, match="do not fit into float16"):
         write_pack(PackOptions.of(options))
-    assert write_pack(PackOptions.of({**options, "dtype": "bfloat16"})).results["dtype"] == "bfloat16"
+    assert (
+        write_pack(PackOptions.of({**options, "dtype": "bfloat16"})).results["dtype"] == "bfloat16"
+    )
 
 
 def altered(path: Path, change: Any) -> None:
@@ -121,7 +138,8 @@ def test_every_flipped_byte_is_noticed(pack: Any) -> None:
             found = read_pack(path)
         except AssayError as error:
             assert "\n" not in error.message
-        else:  # white space that pads the header, or the spelling of a number in it, carries nothing
+        # white space that pads the header, or the spelling of a number in it, carries nothing
+        else:
             path.write_bytes(whole)
             again = read_pack(path)
             assert found.windows == again.windows and torch.equal(found.states, again.states)
@@ -167,7 +185,11 @@ def key_pair(folder: Path, name: str = "pack_key", form: str = "ssh") -> tuple[P
     if form == "ssh":
         kinds = (forms.PrivateFormat.OpenSSH, forms.Encoding.OpenSSH, forms.PublicFormat.OpenSSH)
     else:
-        kinds = (forms.PrivateFormat.PKCS8, forms.Encoding.PEM, forms.PublicFormat.SubjectPublicKeyInfo)
+        kinds = (
+            forms.PrivateFormat.PKCS8,
+            forms.Encoding.PEM,
+            forms.PublicFormat.SubjectPublicKeyInfo,
+        )
     private.write_bytes(key.private_bytes(forms.Encoding.PEM, kinds[0], forms.NoEncryption()))
     public.write_bytes(key.public_key().public_bytes(kinds[1], kinds[2]) + b"\n")
     return private, public
@@ -190,7 +212,8 @@ def test_a_key_pair_signs_and_its_public_half_checks(pack: Any, tmp_path: Path, 
         read_pack(pack(), public)
     with pytest.raises(AssayError, match="a public key, which checks and cannot sign"):
         pack(key=public)
-    # Another signature in place of the first, with its own key beside it, is no signature of this key.
+    # Another signature in place of the first, with its own key beside it, is no signature of this
+    # key.
     signed = pack(key=tmp_path / "other")  # the private half of another pair
     with pytest.raises(AssayError, match="not signed with this key"):
         read_pack(signed, public)
@@ -209,7 +232,11 @@ def test_the_signature_is_the_one_of_the_standard(tmp_path: Path) -> None:
         "085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00"
     )
     key.check("p", "r", key.sign("r"))
-    for metadata in ({"ed25519": "no hex"}, {"ed25519": "00" * 64}, {"ed25519": "", "ed25519_key": "x"}):
+    for metadata in (
+        {"ed25519": "no hex"},
+        {"ed25519": "00" * 64},
+        {"ed25519": "", "ed25519_key": "x"},
+    ):
         with pytest.raises(AssayError, match="not signed with this key"):
             key.check("p", "r", metadata)
 
@@ -217,7 +244,10 @@ def test_the_signature_is_the_one_of_the_standard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "cannot be read as a key"),
+        (
+            b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n",
+            "cannot be read as a key",
+        ),
         (b"-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n", "cannot be read as a key"),
         (b"ssh-ed25519 nothing", "cannot be read as a key"),
         (b"-----BEGIN CERTIFICATE-----\n", "cannot be read as a key"),
@@ -238,10 +268,14 @@ def test_locked_and_other_keys_are_named_so(pack: Any, tmp_path: Path) -> None:
     def pem(key: Any, lock: Any) -> bytes:
         return bytes(key.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, lock))
 
-    (tmp_path / "bad").write_bytes(pem(ed25519.Ed25519PrivateKey.generate(), forms.BestAvailableEncryption(b"x")))
+    (tmp_path / "bad").write_bytes(
+        pem(ed25519.Ed25519PrivateKey.generate(), forms.BestAvailableEncryption(b"x"))
+    )
     with pytest.raises(AssayError, match="locked with a passphrase"):
         pack(key=tmp_path / "bad")
-    (tmp_path / "bad").write_bytes(pem(ec.generate_private_key(ec.SECP256R1()), forms.NoEncryption()))
+    (tmp_path / "bad").write_bytes(
+        pem(ec.generate_private_key(ec.SECP256R1()), forms.NoEncryption())
+    )
     with pytest.raises(AssayError, match="no Ed25519 key"):
         pack(key=tmp_path / "bad")
 
@@ -268,7 +302,12 @@ def test_without_the_library_a_key_pair_is_refused_in_one_line(
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(
-    pack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spec: str, said: str
+    pack: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    spec: str,
+    said: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
@@ -292,7 +331,9 @@ def test_the_command_packs_and_checks(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "key").write_bytes(KEY)
     write(tmp_path / "store")
-    assert invoke(["reference", "pack", "store", "--out", "one.pack", "--key", "key", "--json"]) == 0
+    assert (
+        invoke(["reference", "pack", "store", "--out", "one.pack", "--key", "key", "--json"]) == 0
+    )
     made = json.loads(capsys.readouterr().out)
     assert made["command"] == "reference pack" and made["results"]["tokens"] == 3 * (LENGTH - FIRST)
     assert invoke(["reference", "pack", "one.pack", "--key", "key", "--json"]) == 0
@@ -316,9 +357,13 @@ def test_a_strangers_copy_of_the_model_is_the_reference_itself(tmp_path: Path) -
         (tmp_path / name / "weights").write_text("other" if name == "three" else "same")
     facts = {"engine": "hf", "dtype": "float32"}
     reference = Reference(
-        (), None, lambda a, b: None, {"label": "x", "states": "float16", **facts}, {},  # type: ignore[arg-type]
+        (),
+        None,
+        lambda a, b: None,
+        {"label": "x", "states": "float16", **facts},
+        {},  # type: ignore[arg-type]
         model_sha256=model_digests(f"hf:{tmp_path}/one"),
-    )  # fmt: skip
+    )
     assert reference.is_same(f"hf:{tmp_path}/two?threads=2", facts)
     assert not reference.is_same(f"hf:{tmp_path}/three", facts)
     assert not reference.is_same(f"hf:{tmp_path}/two", {**facts, "dtype": "bfloat16"})

@@ -16,7 +16,8 @@ def test_text_of_smollm2(smollm2: Path) -> None:
 
     with HfEngine.load(f"hf:{smollm2}?dtype=float32") as engine:
         first, again, other = (
-            generate_text(engine, start=(0,), tokens=40, per_text=20, seed=seed) for seed in (0, 0, 2)
+            generate_text(engine, start=(0,), tokens=40, per_text=20, seed=seed)
+            for seed in (0, 0, 2)
         )
         # Ids that become text and ids again may merge, so a few can be missing.
         assert 30 <= len(engine.tokenize(first.text)) <= 60

@@ -1,4 +1,6 @@
-"""Statistics from ranks that hold a shard of the vocabulary each: threads for many shapes, two processes over gloo for real."""
+"""Statistics from ranks that hold a shard of the vocabulary each: threads for many shapes, two
+processes over gloo for real.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ def on_rank(
     vocab = min(head.vocab_size for head in heads)
     lo, hi = min(bounds[rank], vocab), min(bounds[rank + 1], vocab)
     own = [
-        Head(h.weight[lo:hi], None if h.bias is None else h.bias[lo:hi], softcap=h.softcap, scale=h.scale)
+        Head(
+            h.weight[lo:hi],
+            None if h.bias is None else h.bias[lo:hi],
+            softcap=h.softcap,
+            scale=h.scale,
+        )
         for h in heads
     ]
     window = Window(0, tokens)
@@ -50,11 +57,16 @@ def by_threads(bounds: Sequence[int], *rest: Any) -> list[RowStatistics]:
     ranks = len(bounds) - 1
     together = Together(ranks)
     with ThreadPoolExecutor(ranks) as pool:
-        running = [pool.submit(on_rank, rank, bounds, *rest, partial(together.gather, rank)) for rank in range(ranks)]
+        running = [
+            pool.submit(on_rank, rank, bounds, *rest, partial(together.gather, rank))
+            for rank in range(ranks)
+        ]
         return [future.result(60) for future in running]
 
 
-def case(seed: int, dtype: torch.dtype = torch.float32, vocab: int = VOCAB, **facts: Any) -> tuple[Any, ...]:
+def case(
+    seed: int, dtype: torch.dtype = torch.float32, vocab: int = VOCAB, **facts: Any
+) -> tuple[Any, ...]:
     """Heads, states and tokens of two sides that are close to each other."""
     rng = torch.Generator().manual_seed(seed)
     weight = torch.randn(vocab, WIDTH, generator=rng)
@@ -95,7 +107,9 @@ def test_shards_of_any_size_give_what_the_whole_gives(
     found = by_threads(bounds, *given_)
     close(found[0], whole(*given_))
     for other in found[1:]:  # every rank has the same statistics bit for bit
-        assert all(torch.equal(getattr(other, f.name), getattr(found[0], f.name)) for f in fields(other))
+        assert all(
+            torch.equal(getattr(other, f.name), getattr(found[0], f.name)) for f in fields(other)
+        )
 
 
 def test_the_smaller_vocabulary_counts_and_a_rank_may_have_none_of_it() -> None:
@@ -122,7 +136,9 @@ def test_the_lowest_id_wins_a_tie_across_ranks() -> None:
 @pytest.mark.parametrize("place", [0, 5, 7])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_on_one_rank_is_marked_on_all(place: int, value: float) -> None:
-    """A NaN or +inf in one rank's logits marks the row everywhere; −inf is a token that is ruled out."""
+    """A NaN or +inf in one rank's logits marks the row everywhere; −inf is a token that is ruled
+    out.
+    """
     ref, cand = torch.randn(2, 8, 1, generator=torch.Generator().manual_seed(3))
     cand[place] = value
     tokens = (0, 3, 4)
@@ -130,7 +146,9 @@ def test_what_is_not_finite_on_one_rank_is_marked_on_all(place: int, value: floa
     given_ = ((Head(ref), Head(cand)), (states, states), tokens)
     for found in by_threads((0, 4, 8), *given_):
         for name, expected in vars(whole(*given_)).items():
-            torch.testing.assert_close(getattr(found, name), expected, equal_nan=True, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                getattr(found, name), expected, equal_nan=True, rtol=1e-5, atol=1e-6
+            )
 
 
 def _process(rank: int, ranks: int, rendezvous: str, out: str) -> None:

@@ -125,7 +125,9 @@ def test_a_damaged_window_is_scored_again(tmp_path: Path) -> None:
         ({"tokenizer": {"sha256": "00"}}, "tokenizer"),
     ],
 )
-def test_another_reference_is_never_overwritten(tmp_path: Path, change: dict[str, object], named: str) -> None:
+def test_another_reference_is_never_overwritten(
+    tmp_path: Path, change: dict[str, object], named: str
+) -> None:
     write(tmp_path)
     content = (tmp_path / "manifest.json").read_bytes()
     with pytest.raises(AssayError, match=f"differs in {named}"):

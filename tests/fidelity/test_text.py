@@ -37,7 +37,9 @@ def test_a_file_may_have_a_name_that_looks_like_a_pattern(tmp_path: Path) -> Non
 def test_jsonl_gives_its_field(tmp_path: Path) -> None:
     path = tmp_path / "docs.jsonl"
     rows = [{"text": "one", "body": "eins"}, {"text": "two\u2028lines", "body": "zwei"}]
-    path.write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in rows) + "\n\n", encoding="utf-8")
+    path.write_text(
+        "\n".join(json.dumps(r, ensure_ascii=False) for r in rows) + "\n\n", encoding="utf-8"
+    )
     assert read_text([str(path)]).text == "one\n\ntwo\u2028lines"
     assert read_text([f"{path}?field=body"]).text == "eins\n\nzwei"
     assert read_text([f"{tmp_path}/*.jsonl?field=body"]).text == "eins\n\nzwei"
@@ -61,7 +63,9 @@ def test_default_is_the_documentation_of_python() -> None:
         ("other.jsonl", b'{"content": "a"}', "fields: content"),
     ],
 )
-def test_unusable_files_are_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_unusable_files_are_named(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
@@ -136,7 +140,9 @@ def test_windows_are_hashed_by_their_ids() -> None:
 
 
 def test_counts_of_the_issue_for_smollm2() -> None:
-    """113,108 tokens of Python's topics, 312,144 of WikiText-2 test; its tokenizer puts no start token."""
+    """113,108 tokens of Python's topics, 312,144 of WikiText-2 test; its tokenizer puts no start
+    token.
+    """
     assert available_windows(113_108, Cut(), None) == 110
     assert available_windows(312_144, Cut(), None) == 304
 
@@ -173,7 +179,9 @@ def test_windows_never_overlap_and_are_as_many_as_announced(
 
 
 @given(available=st.integers(40, 2000), share=st.floats(0.1, 1.0))
-def test_any_first_part_of_the_windows_is_spread_over_the_text(available: int, share: float) -> None:
+def test_any_first_part_of_the_windows_is_spread_over_the_text(
+    available: int, share: float
+) -> None:
     count = max(8, round(share * available))
     places = places_of(10 * available, Cut(length=10), None, count)
     gaps = np.diff([-1, *sorted(places), available])
@@ -186,16 +194,23 @@ def test_any_first_part_of_the_windows_is_spread_over_the_text(available: int, s
 
 @pytest.mark.parametrize(
     ("places", "blocks"),
-    [(range(7), [0, 1, 2, 3, 4, 5, 6]), (range(16), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7])],
+    [
+        (range(7), [0, 1, 2, 3, 4, 5, 6]),
+        (range(16), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]),
+    ],
 )
-def test_neighbouring_windows_make_one_block_and_no_fewer_than_eight(places: range, blocks: list[int]) -> None:
+def test_neighbouring_windows_make_one_block_and_no_fewer_than_eight(
+    places: range, blocks: list[int]
+) -> None:
     assert blocks_of(list(places)) == blocks
     assert len(set(blocks_of(list(range(64))))) == 16
     assert len(set(blocks_of(list(range(0, 320, 5))))) == 64
 
 
 def test_too_short_says_how_many_tokens_there_are() -> None:
-    with pytest.raises(AssayError, match="has 1,000 tokens, one window of 1,024 needs 1,023") as caught:
+    with pytest.raises(
+        AssayError, match="has 1,000 tokens, one window of 1,024 needs 1,023"
+    ) as caught:
         cut_windows(list(range(1000)), Cut(), 0)
     assert caught.value.finding_id == "fidelity.text_too_short"
     with pytest.raises(AssayError, match="after the 2 that are skipped"):
@@ -218,7 +233,9 @@ class Writer:
     def generate(self, request: Request) -> Reply:
         self.requests.append(request)
         count = 0 if self.empty else request.max_tokens
-        return Reply(content=f"text {request.seed}", finish_reason="length", completion_tokens=count)
+        return Reply(
+            content=f"text {request.seed}", finish_reason="length", completion_tokens=count
+        )
 
 
 ABLE = frozenset({Capability.TOKEN_IDS_PROMPT, Capability.IGNORE_EOS})

@@ -1,4 +1,6 @@
-"""A deployment to hold to a contract: a server that answers every probe and every tool rightly, and the logs of a head."""
+"""A deployment to hold to a contract: a server that answers every probe and every tool rightly, and
+the logs of a head.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ from assay.coherence.tools import Case, cases
 from stub_server import MODEL, Exchange, StubServer, healthy
 
 LOG = (
-    "INFO 01-01 00:00:00 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.40, Accepted throughput: "
-    "70.00 tokens/s, Drafted throughput: 100.00 tokens/s, Accepted: 700 tokens, Drafted: 1000 tokens, Per-position "
-    "acceptance rate: 0.900, 0.500, Avg Draft acceptance rate: 70.0%\n"
+    "INFO 01-01 00:00:00 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.40,"
+    " Accepted throughput: 70.00 tokens/s, Drafted throughput: 100.00 tokens/s, Accepted: 700"
+    " tokens, Drafted: 1000 tokens, Per-position acceptance rate: 0.900, 0.500, Avg Draft"
+    " acceptance rate: 70.0%\n"
 )
 CONTRACT = """\
 [subject]
@@ -34,7 +37,9 @@ min_schema_valid = "90%"
 
 
 class Right:
-    """Answers the tools suite by its own cases, and everything else as `sane` does; `spoilt` cases get no JSON."""
+    """Answers the tools suite by its own cases, and everything else as `sane` does; `spoilt` cases
+    get no JSON.
+    """
 
     def __init__(self, sane: Any, spoilt: int = 0) -> None:
         self.sane, self.cases = sane, {case.ask: case for case in cases()}

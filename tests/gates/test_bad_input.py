@@ -1,4 +1,6 @@
-"""What goes wrong at a gate and a watch, on the command line: one line that says it, what to do, and the right exit code."""
+"""What goes wrong at a gate and a watch, on the command line: one line that says it, what to do,
+and the right exit code.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
             "[subject]\nengine = 'hf:x'\n[reference]\npack = 'none.pack'\n[compare]\n",
             "annot read the pack none.pack: No such file or directory",
         ),
-        ("[subject]\nserver = 'http://a'\n[reference]\nengine = 'hf:x'\nkey = 'k'\n[check]\n", "key"),
+        (
+            "[subject]\nserver = 'http://a'\n[reference]\nengine = 'hf:x'\nkey = 'k'\n[check]\n",
+            "key",
+        ),
         ("[subject]\nserver = 3\n[check]\n", "server"),
         ("[check\n", "line 1"),
         ("", "asks for nothing: it has no section of a verb"),
@@ -74,18 +79,31 @@ def test_a_reference_that_is_missing_is_an_error_of_its_part(
         f"[subject]\nserver = '{stub.url}'\n[reference]\nidentity = 'none.json'\n[identity]\n"
     )
     code, out = said(capsys, "gate")
-    assert code == 2 and "ERROR  the reference none.json cannot be read: No such file or directory" in out
+    assert (
+        code == 2
+        and "ERROR  the reference none.json cannot be read: No such file or directory" in out
+    )
     code, out = said(capsys, "check", stub.url, "--identity", "none.json")
-    assert code == 2 and out.startswith("ERROR  assay check: ") and "none.json cannot be read" in out.splitlines()[0]
+    assert (
+        code == 2
+        and out.startswith("ERROR  assay check: ")
+        and "none.json cannot be read" in out.splitlines()[0]
+    )
 
 
-def test_two_servers_behind_one_address(here: Path, stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_servers_behind_one_address(
+    here: Path, stub: StubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     numbers = itertools.count()
     stub.on("GET /version", lambda e: e.json({"version": f"0.3{next(numbers) % 2}.0"}))
-    (here / "assay.toml").write_text(f"[subject]\nserver = '{stub.url}'\n[check]\nsamples = 1\nno_throughput = true\n")
+    (here / "assay.toml").write_text(
+        f"[subject]\nserver = '{stub.url}'\n[check]\nsamples = 1\nno_throughput = true\n"
+    )
     code, out = said(capsys, "gate")
     warned = [line for line in out.splitlines() if line.startswith("WARN")]
-    assert code == 3 and any("server" in line and ("0.30.0" in line or "0.31.0" in line) for line in warned), out
+    assert code == 3 and any(
+        "server" in line and ("0.30.0" in line or "0.31.0" in line) for line in warned
+    ), out
 
 
 def test_a_model_that_changes_at_night_is_an_alarm_of_watch(
@@ -137,7 +155,9 @@ def test_a_watch_never_dies_of_what_a_server_sends(
     monkeypatch.setattr("assay.monitor.watch.Watch.wait", lambda self: 0.0)
     try:
         url = f"http://127.0.0.1:{server.server_port}"
-        code, out = said(capsys, "watch", url, "--listen", "none", "--rounds", "3", "--timeout", "2")
+        code, out = said(
+            capsys, "watch", url, "--listen", "none", "--rounds", "3", "--timeout", "2"
+        )
     finally:
         server.shutdown()
         server.server_close()

@@ -1,4 +1,6 @@
-"""Cards: figures with intervals, the Hub's format read by two independent parsers, a badge that no text can break."""
+"""Cards: figures with intervals, the Hub's format read by two independent parsers, a badge that no
+text can break.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from hypothesis import strategies as st
 
 import assay
 from assay.errors import UsageError
-from assay.gates.card import BEGIN, END, CardOptions, badge, card, eval_results, read_report, run_card
+from assay.gates.card import (
+    BEGIN,
+    END,
+    CardOptions,
+    badge,
+    card,
+    eval_results,
+    read_report,
+    run_card,
+)
 from assay.gates.contract import figures, short
 from assay.report.text import visible
 from assay.verdict import Verdict
@@ -37,31 +48,59 @@ BOUNDS = {"ACCEPT": (0.01, 1.0, 95.0), "MARGINAL": (0.03, 3.0, 85.0)}
 
 def compared(grade: str = "ACCEPT", **results: Any) -> dict[str, Any]:
     kld, dppl, top1 = (dict(zip(("value", "lo", "hi"), x, strict=True)) for x in FIGURES[grade])
-    changed = {"value": 100 - top1["value"], "lo": 100 - top1["hi"], "hi": 100 - top1["lo"], "kind": "exact"}
+    changed = {
+        "value": 100 - top1["value"],
+        "lo": 100 - top1["hi"],
+        "hi": 100 - top1["lo"],
+        "kind": "exact",
+    }
     margins = [
         {"metric": metric, "grade": name, "bound": bound, "p": 0.01, "p_holm": 0.02}
         for name, bounds in BOUNDS.items()
         for metric, bound in zip(("kld", "dppl_pct", "top1_pct"), bounds, strict=True)
     ]
-    error = {"id": "fidelity.reject", "severity": "error", "title": "not the same <b>distribution</b> | @everyone"}
+    error = {
+        "id": "fidelity.reject",
+        "severity": "error",
+        "title": "not the same <b>distribution</b> | @everyone",
+    }
     return {
-        "schema": "assay/1", "command": "compare", "verdict": VERDICTS[grade], "exit_code": CODES[VERDICTS[grade]],
+        "schema": "assay/1",
+        "command": "compare",
+        "verdict": VERDICTS[grade],
+        "exit_code": CODES[VERDICTS[grade]],
         "subject": {
-            "reference": "hf:/home/somebody/models/qwen", "candidates": ["hf:/home/somebody/models/qwen-int4"],
+            "reference": "hf:/home/somebody/models/qwen",
+            "candidates": ["hf:/home/somebody/models/qwen-int4"],
             "plan": {
-                "reference": "hf:/home/somebody/models/qwen", "candidates": ["hf:/home/somebody/models/qwen-int4"],
-                "text": ["/home/somebody/wiki.txt"], "windows": 32, "length": 1024, "margin_ppl": 0.02, "floors": False,
-                "batch": 0, "path": "prefill", "seed": 0,
+                "reference": "hf:/home/somebody/models/qwen",
+                "candidates": ["hf:/home/somebody/models/qwen-int4"],
+                "text": ["/home/somebody/wiki.txt"],
+                "windows": 32,
+                "length": 1024,
+                "margin_ppl": 0.02,
+                "floors": False,
+                "batch": 0,
+                "path": "prefill",
+                "seed": 0,
             },
         },
         "findings": [error] if grade == "REJECT" else [],
         "results": {
-            "grade": grade, "windows": 32, "tokens": 32_736, "candidate": "hf:qwen-int4",
-            "kld": {"mean": kld.pop("value"), **kld, "kind": "exact"}, "dppl_pct": dppl, "top1_pct": {"value": 90.0, "lo": 89.0, "hi": 91.0},
-            "top1_beyond_rounding_pct": changed, "margins": margins, "self_test": False, **results,
+            "grade": grade,
+            "windows": 32,
+            "tokens": 32_736,
+            "candidate": "hf:qwen-int4",
+            "kld": {"mean": kld.pop("value"), **kld, "kind": "exact"},
+            "dppl_pct": dppl,
+            "top1_pct": {"value": 90.0, "lo": 89.0, "hi": 91.0},
+            "top1_beyond_rounding_pct": changed,
+            "margins": margins,
+            "self_test": False,
+            **results,
         },
         "environment": {"assay": "0.2.0", "packages": {"torch": "2.13.0"}},
-    }  # fmt: skip
+    }
 
 
 def stored(folder: Path, data: dict[str, Any], name: str = "result.json") -> Path:
@@ -76,7 +115,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_card_has_every_figure_its_sizes_and_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_card_has_every_figure_its_sizes_and_the_command(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stored(here, compared())
     code, report = run(capsys, "card", "result.json", "--out", "card", "--name", "Qwen [int4]")
     assert code == 0
@@ -85,15 +126,27 @@ def test_a_card_has_every_figure_its_sizes_and_the_command(here: Path, capsys: p
     assert "Qwen \\[int4\\]" in text
     text = text.replace("\\", "")
     for expected in (
-        "| mean KL | 0.0012 nats | 0.001 to 0.0014 (95 %) | ≤ 0.01 nats | 32 windows, 32,736 tokens |",
+        (
+            "| mean KL | 0.0012 nats | 0.001 to 0.0014 (95 %) | ≤ 0.01 nats | 32 windows, 32,736"
+            " tokens |"
+        ),
         "ACCEPT",
     ):
         assert expected in text
     command = next(line for line in text.splitlines() if line.startswith("Repeat it:"))
     assert shlex.split(command.split("`")[1]) == [
-        "assay", "compare", "hf:qwen", "hf:qwen-int4", "--text", "wiki.txt", "--windows", "32", "--no-floors",
-        "--margin-ppl", "2%",
-    ]  # fmt: skip
+        "assay",
+        "compare",
+        "hf:qwen",
+        "hf:qwen-int4",
+        "--text",
+        "wiki.txt",
+        "--windows",
+        "32",
+        "--no-floors",
+        "--margin-ppl",
+        "2%",
+    ]
     written = {str(p.relative_to(here / "card")) for p in (here / "card").rglob("*") if p.is_file()}
     assert written == {"badge.svg", "card.md", ".eval_results/assay-compare.yaml"}
     assert all("somebody" not in (here / "card" / name).read_text() for name in written)
@@ -108,8 +161,10 @@ def test_the_hub_reads_its_results(here: Path) -> None:
     entries = yaml.safe_load((here / "card" / ".eval_results" / "assay-compare.yaml").read_text())
     parsed = hub.parse_eval_result_entries(entries)
     assert {(e.dataset_id, e.task_id): e.value for e in parsed} == {
-        ("me/fidelity", "kld"): 0.0012, ("me/fidelity", "dppl_pct"): 0.1, ("me/fidelity", "top1_pct"): pytest.approx(98.7),
-    }  # fmt: skip
+        ("me/fidelity", "kld"): 0.0012,
+        ("me/fidelity", "dppl_pct"): 0.1,
+        ("me/fidelity", "top1_pct"): pytest.approx(98.7),
+    }
     assert {e.source_url for e in parsed} == {"https://example.com/run"}
     assert "[0.001, 0.0014] (95 %); 32 windows, 32,736 tokens" in parsed[0].notes
     assert "repeat: assay compare" in parsed[0].notes
@@ -144,9 +199,16 @@ def test_findings_and_model_text_are_inert(here: Path) -> None:
 def test_what_did_not_pass_is_never_shown_as_accepted(here: Path) -> None:
     good = stored(here, compared(), "good.json")
     spec = {
-        **compared(), "command": "spec", "verdict": "fail", "exit_code": 1, "subject": {"sources": ["/x/vllm.log"]},
-        "results": {"record": {"drafted": 100}, "evidence": {"acceptance": {"value": 0.01, "lo": 0.0, "hi": 0.05}}},
-    }  # fmt: skip
+        **compared(),
+        "command": "spec",
+        "verdict": "fail",
+        "exit_code": 1,
+        "subject": {"sources": ["/x/vllm.log"]},
+        "results": {
+            "record": {"drafted": 100},
+            "evidence": {"acceptance": {"value": 0.01, "lo": 0.0, "hi": 0.05}},
+        },
+    }
     bad = stored(here, spec, "spec.json")
     assert assay.card(good, bad, out="card").results["badge"] == "FAIL spec"
     cut = stored(here, compared() | {"exit_code": 130}, "cut.json")
@@ -160,16 +222,31 @@ def test_what_did_not_pass_is_never_shown_as_accepted(here: Path) -> None:
 
 def test_a_gate_is_shown_part_by_part(here: Path) -> None:
     one = compared()
-    part = {"name": "compare", "verdict": "pass", "subject": one["subject"], "results": one["results"]}
+    part = {
+        "name": "compare",
+        "verdict": "pass",
+        "subject": one["subject"],
+        "results": one["results"],
+    }
     logs = {
-        "name": "spec", "verdict": "pass", "subject": {"sources": ["a.log"]},
+        "name": "spec",
+        "verdict": "pass",
+        "subject": {"sources": ["a.log"]},
         "limits": [{"name": "min_acceptance", "limit": 60.0, "verdict": "pass"}],
-        "results": {"record": {"drafted": 100}, "evidence": {"acceptance": {"value": 0.7, "lo": 0.65, "hi": 0.75}}},
-    }  # fmt: skip
+        "results": {
+            "record": {"drafted": 100},
+            "evidence": {"acceptance": {"value": 0.7, "lo": 0.65, "hi": 0.75}},
+        },
+    }
     gate = {
-        "schema": "assay/1", "command": "gate", "verdict": "pass", "exit_code": 0, "subject": {}, "findings": [],
+        "schema": "assay/1",
+        "command": "gate",
+        "verdict": "pass",
+        "exit_code": 0,
+        "subject": {},
+        "findings": [],
         "results": {"contract": {"file": "assay.toml", "sha256": "ab" * 32}, "parts": [part, logs]},
-    }  # fmt: skip
+    }
     report = assay.card(stored(here, gate), out="card")
     assert report.results["badge"] == "ACCEPT top-1 ≥ 98.1 margin 95 %"
     text = (here / "card" / "card.md").read_text()
@@ -239,7 +316,6 @@ def test_a_folder_that_cannot_be_written_is_one_line(here: Path) -> None:
         assay.card(stored(here, compared()), out="card")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Any text, any number
 
 
@@ -262,7 +338,9 @@ def test_any_text_is_a_well_formed_badge(grade: str, margin: str) -> None:
     assert root.tag == f"{SVG}svg"
     assert {child.tag for child in root} == {f"{SVG}title", f"{SVG}rect", f"{SVG}text"}
     assert len(list(root.iter())) == 6
-    assert not {name for child in root.iter() for name in child.attrib if name.lower().startswith("on")}
+    assert not {
+        name for child in root.iter() for name in child.attrib if name.lower().startswith("on")
+    }
 
 
 @given(st.text(max_size=60))
@@ -286,10 +364,17 @@ def test_a_shortened_number_is_the_number(value: float) -> None:
 
 
 def test_top1_is_agreement_in_a_real_report(here: Path) -> None:
-    """The keys of `Summary.to_json` itself: `top1_beyond_rounding_pct` is the share of tokens that differ."""
-    for changed, agrees in (((0.2, 0.0, 0.4), (99.8, 99.6, 100.0)), ((None, 0.0, 30.0), (90.0, 89.0, 91.0))):
+    """The keys of `Summary.to_json` itself: `top1_beyond_rounding_pct` is the share of tokens that
+    differ.
+    """
+    for changed, agrees in (
+        ((0.2, 0.0, 0.4), (99.8, 99.6, 100.0)),
+        ((None, 0.0, 30.0), (90.0, 89.0, 91.0)),
+    ):
         data = compared()
-        data["results"]["top1_beyond_rounding_pct"] = dict(zip(("value", "lo", "hi"), changed, strict=True))
+        data["results"]["top1_beyond_rounding_pct"] = dict(
+            zip(("value", "lo", "hi"), changed, strict=True)
+        )
         figure = next(f for f in figures("compare", data["results"]) if f.key == "top1_pct")
         assert (figure.value, figure.lo, figure.hi) == pytest.approx(agrees)
 
@@ -308,6 +393,8 @@ def test_a_codec_is_shown_with_its_ratio_and_its_command(here: Path) -> None:
 
 
 def test_a_report_need_not_be_a_file(here: Path) -> None:
-    report = assay.Report("spec", Verdict.INCONCLUSIVE, {"sources": ["a.log"]}, results={"record": {}})
+    report = assay.Report(
+        "spec", Verdict.INCONCLUSIVE, {"sources": ["a.log"]}, results={"record": {}}
+    )
     assert run_card([report], CardOptions(out=Path("card"))).results["badge"] == "INCONCLUSIVE spec"
     assert read_report(report)[0].label == "a.log"

@@ -1,4 +1,6 @@
-"""The contract file: what it may hold, and that everything else is refused in one line that says where and what."""
+"""The contract file: what it may hold, and that everything else is refused in one line that says
+where and what.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,11 @@ def test_a_full_contract_gives_each_verb_its_own_options() -> None:
     assert list(contract.sections) == list(SECTIONS)
     identity, determinism = (contract.sections[name] for name in ("identity", "determinism"))
     assert (str(identity.identity), identity.determinism) == ("identity.json", False)
-    assert (determinism.identity, determinism.determinism, determinism.model) == (None, True, "qwen")
+    assert (determinism.identity, determinism.determinism, determinism.model) == (
+        None,
+        True,
+        "qwen",
+    )
     check, tools, compare = (contract.sections[name] for name in ("check", "tools", "compare"))
     assert (check.only, check.throughput, check.model) == (("france", "story"), False, "qwen")
     assert (tools.suite, tools.api_key_env) == ("tools", "KEY")
@@ -75,7 +81,9 @@ def test_a_full_contract_gives_each_verb_its_own_options() -> None:
 
 def test_limits_are_no_part_of_what_is_measured() -> None:
     """A limit may change without that a check compares no more with its reference."""
-    plain, bound = (contract_of({"subject": SERVER, "check": given}) for given in ({}, {"min_tokens_per_s": 30}))
+    plain, bound = (
+        contract_of({"subject": SERVER, "check": given}) for given in ({}, {"min_tokens_per_s": 30})
+    )
     assert plain.sections["check"].facts() == bound.sections["check"].facts()
 
 
@@ -85,10 +93,14 @@ def test_the_pack_is_an_engine_and_the_server_the_candidate() -> None:
         ({"pack": "a.pack", "key": "k"}, "pack:a.pack?key=k"),
         ({"pack": "a.pack", "key": "k", "head": "./m"}, "pack:a.pack?head=m&key=k"),
     ):
-        assert contract_of({"subject": SERVER, "reference": reference, "check": {}}).reference == spec
+        assert (
+            contract_of({"subject": SERVER, "reference": reference, "check": {}}).reference == spec
+        )
     data = {"subject": SERVER, "reference": {"engine": "hf:./m"}, "compare": {}}
     assert contract_of(data).sections["compare"].candidates == ("http://localhost:8000",)
-    assert contract_of(data, server="http://other:1").sections["compare"].candidates == ("http://other:1",)
+    assert contract_of(data, server="http://other:1").sections["compare"].candidates == (
+        "http://other:1",
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,14 +184,21 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 
 
 SCALARS = st.one_of(st.text(max_size=8), st.integers(), st.floats(), st.booleans(), st.none())
-VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(max_size=5), SCALARS))
+VALUES = st.one_of(
+    SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(max_size=5), SCALARS)
+)
 KEYS = st.one_of(
-    st.text(max_size=8), st.sampled_from(sorted({d.name for s in SECTIONS.values() for d in s.declared()}))
+    st.text(max_size=8),
+    st.sampled_from(sorted({d.name for s in SECTIONS.values() for d in s.declared()})),
 )
 NAMES = st.one_of(st.sampled_from(("subject", "reference", *SECTIONS)), st.text(max_size=6))
 
 
-@given(st.dictionaries(NAMES, st.one_of(st.dictionaries(KEYS, VALUES, max_size=4), SCALARS), max_size=4))
+@given(
+    st.dictionaries(
+        NAMES, st.one_of(st.dictionaries(KEYS, VALUES, max_size=4), SCALARS), max_size=4
+    )
+)
 def test_any_data_is_a_contract_or_one_clear_line(data: dict[str, Any]) -> None:
     try:
         contract = contract_of(data | {"subject": SERVER})
@@ -191,7 +210,9 @@ def test_any_data_is_a_contract_or_one_clear_line(data: dict[str, Any]) -> None:
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_a_contract_or_one_clear_line(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_any_text_is_a_contract_or_one_clear_line(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
     path = tmp_path_factory.mktemp("contract") / "assay.toml"
     path.write_text(text, encoding="utf-8", errors="replace")
     with pytest.raises(UsageError) as caught:
@@ -201,7 +222,9 @@ def test_any_text_is_a_contract_or_one_clear_line(tmp_path_factory: pytest.TempP
 
 def test_the_contracts_that_are_shown_can_be_read() -> None:
     shown = re.findall(r"^```toml\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.M | re.S)
-    shown.append((DOCS.parents[1] / "examples" / "gated-model" / "assay.toml").read_text(encoding="utf-8"))
+    shown.append(
+        (DOCS.parents[1] / "examples" / "gated-model" / "assay.toml").read_text(encoding="utf-8")
+    )
     assert len(shown) == 2
     for text in shown:
         assert contract_of(tomllib.loads(text)).sections

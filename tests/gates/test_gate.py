@@ -62,7 +62,11 @@ def test_a_deployment_that_keeps_its_contract_passes(gate: Gate) -> None:
     code, report = gate()
     assert (code, report["verdict"]) == (0, "pass")
     assert verdicts(report) == {"spec": "pass", "check": "pass", "tools": "pass"}
-    limits = {limit["name"]: limit["figure"] for part in parts(report).values() for limit in part["limits"]}
+    limits = {
+        limit["name"]: limit["figure"]
+        for part in parts(report).values()
+        for limit in part["limits"]
+    }
     assert limits["min_acceptance"]["value"] == pytest.approx(70)
     assert limits["min_schema_valid"]["value"] == 100
     assert limits["min_tokens_per_s"]["lo"] <= limits["min_tokens_per_s"]["value"]
@@ -92,7 +96,9 @@ def test_one_part_that_does_not_hold_decides(
     assert {v for name, v in verdicts(report).items() if name != part} == {"pass"}
     assert parts(report)[part]["findings"]
     about = [f for f in report["findings"] if f["evidence"].get("part") == part]
-    assert any(f["severity"] == ("warning" if verdict == "inconclusive" else "error") for f in about)
+    assert any(
+        f["severity"] == ("warning" if verdict == "inconclusive" else "error") for f in about
+    )
 
 
 def test_tools_that_fail_their_schema_break_the_limit(gate: Gate, stub: StubServer) -> None:
@@ -110,7 +116,9 @@ def test_a_server_without_tools_does_not_pass_the_tools_part(gate: Gate, stub: S
     assert (code, verdicts(report)) == (3, {"tools": "inconclusive"})
 
 
-def test_a_server_that_is_not_there_is_an_error_and_the_logs_are_still_read(here: Path, gate: Gate) -> None:
+def test_a_server_that_is_not_there_is_an_error_and_the_logs_are_still_read(
+    here: Path, gate: Gate
+) -> None:
     code, report = gate(CONTRACT, "--server", "http://127.0.0.1:9")
     assert code == 2
     assert verdicts(report) == {"spec": "pass", "check": "error", "tools": "error"}
@@ -131,8 +139,13 @@ def test_a_section_with_a_missing_reference_is_an_error(gate: Gate, here: Path) 
     assert "none" in report["findings"][0]["title"]
 
 
-def test_identity_and_determinism_are_parts_of_their_own(gate: Gate, here: Path, stub: StubServer) -> None:
-    contract = '[subject]\nserver = "{url}"\n[reference]\nidentity = "none.json"\n[identity]\n[determinism]\n'
+def test_identity_and_determinism_are_parts_of_their_own(
+    gate: Gate, here: Path, stub: StubServer
+) -> None:
+    contract = (
+        '[subject]\nserver = "{url}"\n[reference]\nidentity ='
+        ' "none.json"\n[identity]\n[determinism]\n'
+    )
     code, report = gate(contract)
     assert code == 2
     assert verdicts(report) == {"identity": "error", "determinism": "pass"}
@@ -148,7 +161,9 @@ def test_two_servers_behind_one_address_are_not_judged(gate: Gate, stub: StubSer
     assert len(report["results"]["servers"]) == 2
 
 
-def test_a_server_that_changes_its_model_in_between_is_not_judged(gate: Gate, stub: StubServer) -> None:
+def test_a_server_that_changes_its_model_in_between_is_not_judged(
+    gate: Gate, stub: StubServer
+) -> None:
     seen = itertools.count()
     stub.on("GET /v1/models", lambda e: models("day" if next(seen) < 4 else "night")(e))
     for route in ("POST /v1/chat/completions", "POST /v1/completions"):
@@ -176,11 +191,12 @@ def test_an_interrupted_gate_shows_what_it_has_and_does_not_pass(
     code, report = gate()
     assert (code, report["verdict"]) == (130, "inconclusive")
     order = ["spec", "check", "tools"]
-    assert verdicts(report) == dict.fromkeys(order[: order.index(at)], "pass") | {at: "inconclusive"}
+    assert verdicts(report) == dict.fromkeys(order[: order.index(at)], "pass") | {
+        at: "inconclusive"
+    }
     assert report["results"]["not_run"] == order[order.index(at) + 1 :]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Against the last good run.
 
 
@@ -214,7 +230,9 @@ def test_a_part_that_is_no_longer_examined_is_named(gate: Gate, here: Path) -> N
     _, good = gate()
     (here / "good.json").write_text(json.dumps(good))
     _, report = gate('[subject]\nlogs = ["vllm.log"]\n[spec]\n', "--baseline", "good.json")
-    gone = {c["part"] for c in report["results"]["baseline"]["changes"] if c["now"] == "not examined"}
+    gone = {
+        c["part"] for c in report["results"]["baseline"]["changes"] if c["now"] == "not examined"
+    }
     assert gone == {"check", "tools"}
 
 
@@ -234,7 +252,6 @@ def test_a_baseline_that_is_none_is_refused_before_anything_is_run(
     assert stub.exchanges == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What is written.
 
 
@@ -258,8 +275,8 @@ def test_the_screen_the_summary_and_junit_name_every_part(
     screen = capsys.readouterr().out
     assert len(screen.splitlines()) <= 40
     assert (
-        "spec does not hold; check and tools hold; not in the contract: verify, identity, determinism, compare."
-        in " ".join(screen.split())
+        "spec does not hold; check and tools hold; not in the contract: verify, identity,"
+        " determinism, compare." in " ".join(screen.split())
     )
     text = (here / "summary.md").read_text()
     assert text.startswith("before\n## ✗ assay gate: FAIL")
@@ -280,7 +297,6 @@ def test_the_function_is_the_command(here: Path, stub: StubServer) -> None:
         assay.gate(path, base_line="x")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Figures and limits.
 
 
@@ -296,7 +312,9 @@ def test_the_interval_of_a_median_holds_it_and_needs_five_values(values: list[fl
 
 
 def test_the_interval_of_a_median_is_that_of_the_tables() -> None:
-    """Order statistics for one-sided 95 %: n = 5 → 1, 8 → 2, 11 → 3, 20 → 6 (binomial tables, P(X < k) ≤ 0.05)."""
+    """Order statistics for one-sided 95 %: n = 5 → 1, 8 → 2, 11 → 3, 20 → 6 (binomial tables, P(X <
+    k) ≤ 0.05).
+    """
     for n, k in ((5, 1), (7, 1), (8, 2), (11, 3), (20, 6)):
         assert _median(list(range(1, n + 1)))["lo"] == k
 
@@ -322,6 +340,8 @@ def test_directions_are_opposite_when_the_runs_change_places(
         assert set(pair) == {"better", "worse"}
 
 
-@pytest.mark.parametrize("command", ["compare", "check", "tools", "spec", "verify", "kv eval", "none"])
+@pytest.mark.parametrize(
+    "command", ["compare", "check", "tools", "spec", "verify", "kv eval", "none"]
+)
 def test_results_with_nothing_in_them_give_no_figures(command: str) -> None:
     assert figures(command, {}) == []

@@ -1,4 +1,6 @@
-"""A real llama-server held to a contract: exit code, JUnit, Markdown, and what changed since the last good run."""
+"""A real llama-server held to a contract: exit code, JUnit, Markdown, and what changed since the
+last good run.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ budget = 0.5
 
 
 def gate(*arguments: str) -> tuple[int, dict[str, dict[str, object]]]:
-    code = invoke(["gate", "--json=out.json", "--junit", "gate.xml", "--summary", "summary.md", *arguments])
+    code = invoke(
+        ["gate", "--json=out.json", "--junit", "gate.xml", "--summary", "summary.md", *arguments]
+    )
     report = json.loads(Path("out.json").read_text())
     assert code == {"pass": 0, "fail": 1, "error": 2, "inconclusive": 3}[report["verdict"]]
     return code, {part["name"]: part for part in report["results"]["parts"]}
@@ -50,7 +54,9 @@ def test_a_contract_is_held_against_a_real_server_and_broken_by_a_damaged_one(
         pytest.skip("no llama-server: bash benchmarks/build_llama_cpp.sh")
     monkeypatch.chdir(tmp_path)
     shutil.copy(gguf_of(SMOLLM2), "model.gguf")
-    with llama_server(Path("model.gguf"), BINARY, max_model_len=1024, streams=8, alias="m") as server:
+    with llama_server(
+        Path("model.gguf"), BINARY, max_model_len=1024, streams=8, alias="m"
+    ) as server:
         Path("assay.toml").write_text(CONTRACT.replace("URL", server.url))
         code, parts = gate()
     assert code in (0, 3) and list(parts) == ["verify", "check"]
@@ -67,7 +73,9 @@ def test_a_contract_is_held_against_a_real_server_and_broken_by_a_damaged_one(
         data[at : at + 4096] = rng.randbytes(4096)
     Path("model.gguf").write_bytes(data)
     Path("summary.md").unlink()
-    with llama_server(Path("model.gguf"), BINARY, max_model_len=1024, streams=8, alias="m") as server:
+    with llama_server(
+        Path("model.gguf"), BINARY, max_model_len=1024, streams=8, alias="m"
+    ) as server:
         code, parts = gate("--server", server.url, "--baseline", "good.json")
     assert code == 1 and parts["check"]["verdict"] == "fail"
     changed = json.loads(Path("out.json").read_text())["results"]["baseline"]["changes"]

@@ -1,4 +1,6 @@
-"""Where a gate runs by itself: in pytest, as an action, before a commit, and all of it in the example repository."""
+"""Where a gate runs by itself: in pytest, as an action, before a commit, and all of it in the
+example repository.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def stub() -> Iterator[StubServer]:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """That of a child: this source tree, its own cache, and a `python` and an `assay` of the running interpreter."""
+    """That of a child: this source tree, its own cache, and a `python` and an `assay` of the
+    running interpreter.
+    """
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, module in (("python", ""), ("assay", "-m assay")):
@@ -47,18 +51,31 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def run(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
 
 
-def pytest_in(folder: Path, environment: dict[str, str], *more: str) -> subprocess.CompletedProcess[str]:
+def pytest_in(
+    folder: Path, environment: dict[str, str], *more: str
+) -> subprocess.CompletedProcess[str]:
     plugin = ["-p", "assay.gates.pytest_plugin", "-p", "no:cacheprovider"]
-    return run([sys.executable, "-m", "pytest", "-q", "--strict-markers", *plugin, *more], folder, environment)
+    return run(
+        [sys.executable, "-m", "pytest", "-q", "--strict-markers", *plugin, *more],
+        folder,
+        environment,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # pytest
 
 
@@ -116,15 +133,17 @@ def test_the_plug_in_fails_what_does_not_pass_and_asks_once(
     assert first < 1.5 * (len(stub.exchanges) - first)  # two tests, one gate
 
 
-def test_the_plug_in_costs_a_session_next_to_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_the_plug_in_costs_a_session_next_to_nothing(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
     (tmp_path / "test_it.py").write_text(
-        "import sys\n\ndef test_it():\n    assert not {'httpx', 'numpy', 'rich', 'scipy'} & sys.modules.keys()\n"
+        "import sys\n\ndef test_it():\n    assert not {'httpx', 'numpy', 'rich', 'scipy'} &"
+        " sys.modules.keys()\n"
     )
     done = pytest_in(tmp_path, environment)
     assert done.returncode == 0, done.stdout
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The action and the hooks
 
 
@@ -150,17 +169,27 @@ def test_the_action_tells_the_verdict(
     tmp_path: Path, environment: dict[str, str], limit: str, allow: str, code: int, verdict: str
 ) -> None:
     (tmp_path / "vllm.log").write_text(LOG * 20)
-    (tmp_path / "my assay.toml").write_text(f'[subject]\nlogs = ["vllm.log"]\n[spec]\nmin_acceptance = "{limit}"\n')
+    (tmp_path / "my assay.toml").write_text(
+        f'[subject]\nlogs = ["vllm.log"]\n[spec]\nmin_acceptance = "{limit}"\n'
+    )
     given = {
-        "CONTRACT": "my assay.toml", "SERVER": "", "BASELINE": "none.json", "OUTPUT": "out $(touch x)", "ALLOW": allow,
-        "GITHUB_OUTPUT": "outputs", "GITHUB_STEP_SUMMARY": "summary.md",
-    }  # fmt: skip
+        "CONTRACT": "my assay.toml",
+        "SERVER": "",
+        "BASELINE": "none.json",
+        "OUTPUT": "out $(touch x)",
+        "ALLOW": allow,
+        "GITHUB_OUTPUT": "outputs",
+        "GITHUB_STEP_SUMMARY": "summary.md",
+    }
     assert set(action_step()["env"]) == set(given) - {"GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY"}
     done = run(["bash", "-e", "-c", action_step()["run"]], tmp_path, environment | given)
     assert done.returncode == code, done.stderr
     outputs = (tmp_path / "outputs").read_text()
     assert f"verdict={verdict}\n" in outputs
-    assert json.loads((tmp_path / given["OUTPUT"] / "assay-gate.json").read_text())["verdict"] == verdict
+    assert (
+        json.loads((tmp_path / given["OUTPUT"] / "assay-gate.json").read_text())["verdict"]
+        == verdict
+    )
     assert not (tmp_path / "x").exists()
     assert (tmp_path / "summary.md").exists() == (verdict != "error")
     assert "::warning::assay: there is no baseline none.json yet" in done.stdout
@@ -182,7 +211,9 @@ STEP = {
 
 
 def lint(document: dict[str, Any], steps: list[dict[str, Any]], *, composite: bool) -> list[str]:
-    """What actionlint says of steps: unknown keys, scripts that do not parse, expressions of what does not exist."""
+    """What actionlint says of steps: unknown keys, scripts that do not parse, expressions of what
+    does not exist.
+    """
     wrong, ids = [], [s["id"] for s in steps if "id" in s]
     wrong += [f"{i} twice" for i in ids if ids.count(i) > 1]
     for step in steps:
@@ -194,9 +225,13 @@ def lint(document: dict[str, Any], steps: list[dict[str, Any]], *, composite: bo
         if "uses" in step and not step["uses"].startswith("./") and "@" not in step["uses"]:
             wrong.append(f"{step['uses']} has no version")
         if "run" in step:
-            parsed = subprocess.run(["bash", "-n", "-c", step["run"]], capture_output=True, check=False)
+            parsed = subprocess.run(
+                ["bash", "-n", "-c", step["run"]], capture_output=True, check=False
+            )
             wrong += [parsed.stderr.decode()] if parsed.returncode else []
-    for text in re.findall(r"\$\{\{(.*?)\}\}", json.dumps(document)) + [str(s["if"]) for s in steps if "if" in s]:
+    for text in re.findall(r"\$\{\{(.*?)\}\}", json.dumps(document)) + [
+        str(s["if"]) for s in steps if "if" in s
+    ]:
         for kind, name in re.findall(r"\b(inputs|steps|github|env|runner)\.([\w-]+)", text):
             known = {"inputs": document.get("inputs", {}), "steps": ids}.get(kind, {name: ""})
             wrong += [] if name in known else [f"{kind}.{name} does not exist"]
@@ -207,16 +242,29 @@ def test_the_action_and_the_workflow_are_as_github_reads_them() -> None:
     action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
     assert action.keys() == {"name", "description", "branding", "inputs", "outputs", "runs"}
     assert action["runs"].keys() == {"using", "steps"} and action["runs"]["using"] == "composite"
-    assert all(set(i) <= {"description", "default", "required"} and i["description"] for i in action["inputs"].values())
+    assert all(
+        set(i) <= {"description", "default", "required"} and i["description"]
+        for i in action["inputs"].values()
+    )
     assert all(set(o) == {"description", "value"} for o in action["outputs"].values())
     assert lint(action, action["runs"]["steps"], composite=True) == []
     used = {n for _, n in re.findall(r"\b(inputs)\.([\w-]+)", json.dumps(action))}
     assert used == set(action["inputs"])
-    workflow = yaml.safe_load((EXAMPLE / ".github" / "workflows" / "gate.yml").read_text(encoding="utf-8"))
-    assert workflow.keys() == {"name", True, "permissions", "jobs"}  # YAML reads `on` as true, and so does GitHub
+    workflow = yaml.safe_load(
+        (EXAMPLE / ".github" / "workflows" / "gate.yml").read_text(encoding="utf-8")
+    )
+    assert workflow.keys() == {
+        "name",
+        True,
+        "permissions",
+        "jobs",
+    }  # YAML reads `on` as true, and so does GitHub
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():
-        assert job.keys() == {"runs-on", "steps"} and lint(workflow, job["steps"], composite=False) == []
+        assert (
+            job.keys() == {"runs-on", "steps"}
+            and lint(workflow, job["steps"], composite=False) == []
+        )
 
 
 @pytest.mark.parametrize(
@@ -230,12 +278,19 @@ def test_the_action_and_the_workflow_are_as_github_reads_them() -> None:
     ],
 )
 def test_the_lint_finds_what_is_wrong(step: dict[str, Any], says: str) -> None:
-    assert any(says in line for line in lint({"inputs": {}, "runs": {"steps": [step]}}, [step], composite=True))
+    assert any(
+        says in line
+        for line in lint({"inputs": {}, "runs": {"steps": [step]}}, [step], composite=True)
+    )
 
 
-def test_the_hooks_are_a_manifest_and_run(tmp_path: Path, stub: StubServer, environment: dict[str, str]) -> None:
+def test_the_hooks_are_a_manifest_and_run(
+    tmp_path: Path, stub: StubServer, environment: dict[str, str]
+) -> None:
     clientlib = pytest.importorskip("pre_commit.clientlib")
-    hooks = {hook["id"]: hook for hook in clientlib.load_manifest(str(ROOT / ".pre-commit-hooks.yaml"))}
+    hooks = {
+        hook["id"]: hook for hook in clientlib.load_manifest(str(ROOT / ".pre-commit-hooks.yaml"))
+    }
     assert set(hooks) == {"assay-contract", "assay-verify", "assay-serve"}
     deployment(tmp_path, stub)
     (tmp_path / "bad.toml").write_text("[chek]\n")
@@ -256,7 +311,6 @@ def test_the_hooks_are_a_manifest_and_run(tmp_path: Path, stub: StubServer, envi
     assert hook("assay-verify", tmp_path / "model") != 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The example
 
 
@@ -267,13 +321,17 @@ def example(tmp_path: Path, environment: dict[str, str]) -> Path:
     shutil.copytree(EXAMPLE, folder)
     llama(folder / "model")
     done = run(
-        ["assay", "verify", "model", "--write-manifest", "manifest.json", "--allow-unverified"], folder, environment
+        ["assay", "verify", "model", "--write-manifest", "manifest.json", "--allow-unverified"],
+        folder,
+        environment,
     )
     assert done.returncode == 0, done.stdout
     return folder
 
 
-def test_the_example_holds_a_healthy_server(example: Path, stub: StubServer, environment: dict[str, str]) -> None:
+def test_the_example_holds_a_healthy_server(
+    example: Path, stub: StubServer, environment: dict[str, str]
+) -> None:
     gate = ["assay", "gate", "--server", stub.url]
     done = run([*gate, "--json=good.json"], example, environment)
     assert done.returncode == 0, done.stdout
@@ -294,7 +352,9 @@ def test_the_example_stops_a_server_that_breaks_tool_calls(
     assert "FAILED tests/test_gate.py::test_the_deployment_keeps_its_contract" in tested.stdout
 
 
-def test_the_example_stops_an_altered_file(example: Path, stub: StubServer, environment: dict[str, str]) -> None:
+def test_the_example_stops_an_altered_file(
+    example: Path, stub: StubServer, environment: dict[str, str]
+) -> None:
     run(["assay", "gate", "--server", stub.url, "--json=good.json"], example, environment)
     shard = next((example / "model").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
@@ -304,13 +364,17 @@ def test_the_example_stops_an_altered_file(example: Path, stub: StubServer, envi
     gate = ["assay", "gate", "--server", stub.url, "--baseline", "good.json"]
     done = run([*gate, "--json=now.json"], example, environment)
     changed = json.loads((example / "now.json").read_text())["results"]["baseline"]["changes"]
-    assert {"file extra.txt", f"file {shard.name}"} <= {c["what"] for c in changed if c["part"] == "verify"}
+    assert {"file extra.txt", f"file {shard.name}"} <= {
+        c["what"] for c in changed if c["part"] == "verify"
+    }
     assert done.returncode == 1
     assert "verify does not hold; check and tools hold" in " ".join(done.stdout.split())
 
 
 def test_the_example_names_what_exists() -> None:
-    workflow = yaml.safe_load((EXAMPLE / ".github" / "workflows" / "gate.yml").read_text(encoding="utf-8"))
+    workflow = yaml.safe_load(
+        (EXAMPLE / ".github" / "workflows" / "gate.yml").read_text(encoding="utf-8")
+    )
     inputs = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))["inputs"]
     step = next(s for s in workflow["jobs"]["gate"]["steps"] if "assay@" in s.get("uses", ""))
     assert step["with"].keys() <= inputs.keys()

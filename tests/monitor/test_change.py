@@ -25,7 +25,13 @@ from assay.monitor.change import (
 )
 
 
-@given(st.floats(0.0005, 0.1), st.floats(0.0, 0.2), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+@given(
+    st.floats(0.0005, 0.1),
+    st.floats(0.0, 0.2),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
+)
 def test_a_bet_is_an_e_value_under_the_null(
     tolerance: float, slack: float, below: float, mean: float, start: float
 ) -> None:
@@ -82,7 +88,9 @@ def test_one_odd_round_is_no_alarm_and_the_limit_is_a_month_of_all_detectors() -
     assert threshold(1, 60) == MONTH_S / 60 and threshold(5, 60, 0.5) == 10 * MONTH_S / 60
 
 
-def rounds(changes: Changes, count: int, shift: float = 0.0, noise: float = 0.0, seed: int = 0) -> list[str]:
+def rounds(
+    changes: Changes, count: int, shift: float = 0.0, noise: float = 0.0, seed: int = 0
+) -> list[str]:
     rng = random.Random(seed)
     raised = []
     for n in range(count):

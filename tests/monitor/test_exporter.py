@@ -1,4 +1,6 @@
-"""The pages and the webhook; alert rules and dashboard against a real Prometheus where it is installed."""
+"""The pages and the webhook; alert rules and dashboard against a real Prometheus where it is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def watch(rounds: int = 60, url: str = "http://user:secret@127.0.0.1:9", **options: Any) -> Watch:
     clock = Clock()
-    found = Watch(url, WatchOptions(listen="none", **options), Replayed(clock), clock=clock, wall=time.time)  # type: ignore[arg-type]
+    found = Watch(
+        url, WatchOptions(listen="none", **options), Replayed(clock), clock=clock, wall=time.time
+    )  # type: ignore[arg-type]
     for _ in range(rounds):
         found.step()
         clock.now += 60
@@ -53,19 +57,27 @@ def test_the_pages_say_what_the_watch_knows() -> None:
     with Exporter("127.0.0.1:0", watched.status) as exporter:
         root = f"http://127.0.0.1:{exporter.port}"
         page = httpx.get(f"{root}/metrics")
-        assert page.headers["content-type"].startswith("text/plain; version=0.0.4") and "secret" not in page.text
+        assert (
+            page.headers["content-type"].startswith("text/plain; version=0.0.4")
+            and "secret" not in page.text
+        )
         samples = {
-            (s.name, *s.labels.values()): s.value for f in text_string_to_metric_families(page.text) for s in f.samples
-        }  # fmt: skip
+            (s.name, *s.labels.values()): s.value
+            for f in text_string_to_metric_families(page.text)
+            for s in f.samples
+        }
         assert samples["assay_watch_state", "ok"] == 1 and samples["assay_watch_state", "down"] == 0
         assert samples["assay_watch_rounds_total", "ok"] == 60
-        assert samples["assay_watch_alarm", "broken"] == 0 and samples[("assay_watch_learning",)] == 0
+        assert (
+            samples["assay_watch_alarm", "broken"] == 0 and samples[("assay_watch_learning",)] == 0
+        )
         assert 0 < samples[("assay_watch_detection_seconds",)] <= 3600
         assert httpx.get(f"{root}/healthz").status_code == 200
         assert httpx.get(f"{root}/health_generate").json()["state"] == "ok"
         assert httpx.get(f"{root}/nothing").status_code == 404
         assert httpx.post(f"{root}/metrics").status_code == 501
-        # Sane text of another model still generates; garbage does not. A watch that stands still is not healthy.
+        # Sane text of another model still generates; garbage does not. A watch that stands still is
+        # not healthy.
         watched.state = "changed"
         assert httpx.get(f"{root}/health_generate").status_code == 200
         watched.state = "broken"
@@ -77,7 +89,8 @@ def test_the_pages_say_what_the_watch_knows() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, parsed", [("9", ("127.0.0.1", 9)), ("0.0.0.0:80", ("0.0.0.0", 80)), ("[::1]:8", ("::1", 8))]
+    "text, parsed",
+    [("9", ("127.0.0.1", 9)), ("0.0.0.0:80", ("0.0.0.0", 80)), ("[::1]:8", ("::1", 8))],
 )
 def test_where_to_listen(text: str, parsed: tuple[str, int]) -> None:
     assert parse_listen(text) == parsed
@@ -94,7 +107,11 @@ def test_a_webhook_gets_every_alarm_and_its_failures_are_counted() -> None:
         assert watched.webhook is not None
         watched.webhook.flush(10)
         (alarm,) = (b for b in stub.bodies("POST /hook") if b["kind"] == "alarm")
-        assert alarm["alarm"] == "broken" and "!!!!" in alarm["text"] and "secret" not in json.dumps(alarm)
+        assert (
+            alarm["alarm"] == "broken"
+            and "!!!!" in alarm["text"]
+            and "secret" not in json.dumps(alarm)
+        )
         stub.on("POST /hook", status(500))
         hook = Webhook(f"{stub.url}/hook", pause=0.01)
         hook.post({"a": 1})
@@ -114,14 +131,20 @@ def test_a_webhook_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) 
 def test_promtool_accepts_the_page(tmp_path: Path) -> None:
     with Exporter("127.0.0.1:0", watch().status) as exporter:
         page = httpx.get(f"http://127.0.0.1:{exporter.port}/metrics").content
-    done = subprocess.run([tool("promtool"), "check", "metrics"], input=page, capture_output=True, check=False)
-    assert done.returncode == 0 and not done.stdout + done.stderr, (done.stdout + done.stderr).decode()
+    done = subprocess.run(
+        [tool("promtool"), "check", "metrics"], input=page, capture_output=True, check=False
+    )
+    assert done.returncode == 0 and not done.stdout + done.stderr, (
+        done.stdout + done.stderr
+    ).decode()
 
 
 def test_promtool_accepts_the_rules_and_they_fire_when_they_should() -> None:
     promtool = tool("promtool")
     for arguments in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]):
-        done = subprocess.run([promtool, *arguments], cwd=EXAMPLES, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [promtool, *arguments], cwd=EXAMPLES, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -146,14 +169,20 @@ def scraping(watched: Watch, folder: Path) -> Iterator[str]:
     """A real Prometheus with the example's settings that scrapes a watch; the URL of its API."""
     binary, port = tool("prometheus"), free_port()
     with Exporter("127.0.0.1:0", watched.status) as exporter:
-        config = (EXAMPLES / "prometheus.yml").read_text().replace("127.0.0.1:9877", f"127.0.0.1:{exporter.port}")
+        config = (
+            (EXAMPLES / "prometheus.yml")
+            .read_text()
+            .replace("127.0.0.1:9877", f"127.0.0.1:{exporter.port}")
+        )
         (folder / "prometheus.yml").write_text(config.replace("30s", "1s"))
         shutil.copy(EXAMPLES / "alerts.yml", folder)
         command = [
             binary, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
             f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
         ]  # fmt: skip
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
             try:
                 yield f"http://127.0.0.1:{port}/api/v1"
             finally:
@@ -166,13 +195,17 @@ def test_a_real_prometheus_scrapes_the_watch_and_raises_the_alert(tmp_path: Path
     with scraping(watched, tmp_path) as api:
         assert until(lambda: value(api, 'assay_watch_state{state="ok"}')) == "1"
         watched._raise("broken", "garbage")
-        names = until(lambda: [a["labels"]["alertname"] for a in get(api, "/alerts").get("alerts", ())])
+        names = until(
+            lambda: [a["labels"]["alertname"] for a in get(api, "/alerts").get("alerts", ())]
+        )
         assert names == ["ModelServerGarbage"]
 
 
 @pytest.mark.engine
 def test_every_query_of_the_dashboard_and_the_rules_has_an_answer(tmp_path: Path) -> None:
-    """Each is asked of a real Prometheus that has scraped a watch: an answer with values, or one that is empty by design."""
+    """Each is asked of a real Prometheus that has scraped a watch: an answer with values, or one
+    that is empty by design.
+    """
     watched = watch()
     dashboard = json.loads((EXAMPLES / "dashboard.json").read_text(encoding="utf-8"))
     shown = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", ())]
@@ -204,7 +237,9 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-    wrong = text.replace("/usr/local/bin/assay", str(here)).replace("Restart=always", "Restart=sometimes")
+    wrong = text.replace("/usr/local/bin/assay", str(here)).replace(
+        "Restart=always", "Restart=sometimes"
+    )
     (tmp_path / "assay-watch.service").write_text(wrong)
     done = subprocess.run(
         [tool("systemd-analyze"), "verify", str(tmp_path / "assay-watch.service")],
@@ -216,7 +251,9 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
 
 
 def test_the_dockerfile_follows_the_rules_of_hadolint() -> None:
-    """Of its rules those that apply: a tag, no root, pinned packages, no cache, no ADD, commands as lists, one of each."""
+    """Of its rules those that apply: a tag, no root, pinned packages, no cache, no ADD, commands as
+    lists, one of each.
+    """
     text = (EXAMPLES / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.split(None, 1) for line in text.splitlines() if line and not line.startswith("#")]
     by = {}
@@ -227,13 +264,18 @@ def test_the_dockerfile_follows_the_rules_of_hadolint() -> None:
     image, tag = by["FROM"][0].split(":")
     assert image == "python" and re.fullmatch(r"3\.\d+-slim", tag)
     assert by["USER"] == ["assay"] and text.index("USER") < text.index("ENTRYPOINT")
-    version = re.search(r'^version = "(.+)"', (EXAMPLES.parents[1] / "pyproject.toml").read_text(), re.MULTILINE)
+    version = re.search(
+        r'^version = "(.+)"', (EXAMPLES.parents[1] / "pyproject.toml").read_text(), re.MULTILINE
+    )
     assert version is not None and by["ARG"] == [f"VERSION={version.group(1)}"]
     assert "--no-cache-dir" in by["RUN"][0] and '"llm-assay==${VERSION}"' in by["RUN"][0]
     assert json.loads(by["ENTRYPOINT"][0])[:2] == ["assay", "watch"] and len(by["ENTRYPOINT"]) == 1
     assert json.loads(by["HEALTHCHECK"][0].removeprefix("CMD "))[0] == "python"
     port = int(by["EXPOSE"][0])
-    assert parse_listen(json.loads(by["ENTRYPOINT"][0])[-1])[1] == port and f":{port}/healthz" in by["HEALTHCHECK"][0]
+    assert (
+        parse_listen(json.loads(by["ENTRYPOINT"][0])[-1])[1] == port
+        and f":{port}/healthz" in by["HEALTHCHECK"][0]
+    )
 
 
 def get(api: str, path: str) -> dict[str, Any]:

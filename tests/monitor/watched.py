@@ -1,4 +1,6 @@
-"""What the tests of watch share: clocks that are set by hand, a stub that scores as a model does, replayed rounds."""
+"""What the tests of watch share: clocks that are set by hand, a stub that scores as a model does,
+replayed rounds.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Clock:
 
 @dataclass
 class model(healthy):
-    """A stub that answers as one model does: every token of a prompt costs `nats`, greedy tokens depend on the prompt."""
+    """A stub that answers as one model does: every token of a prompt costs `nats`, greedy tokens
+    depend on the prompt.
+    """
 
     nats: float = 3.0
     word: str = ""
@@ -51,15 +55,24 @@ class model(healthy):
 
 def serve(stub: StubServer, **fields: Any) -> None:
     """Make the stub answer as `model(**fields)`, on both routes."""
-    stub.on("POST /v1/completions", model(**fields)).on("POST /v1/chat/completions", model(**fields))
+    stub.on("POST /v1/completions", model(**fields)).on(
+        "POST /v1/chat/completions", model(**fields)
+    )
 
 
-def watch_of(url: str, clock: Clock | None = None, said: list[str] | None = None, **options: Any) -> Watch:
+def watch_of(
+    url: str, clock: Clock | None = None, said: list[str] | None = None, **options: Any
+) -> Watch:
     """A watch with a clock of its own, whose canary asks `url`."""
     clock = clock or Clock()
     given = WatchOptions.of({"listen": "none", **options})
     canary = Canary(
-        url, model=given.model, timeout=given.timeout, interval_s=given.interval, load=given.load, clock=clock
+        url,
+        model=given.model,
+        timeout=given.timeout,
+        interval_s=given.interval,
+        load=given.load,
+        clock=clock,
     )
     lines: Callable[[str], None] = said.append if said is not None else lambda line: None
     return Watch(url, given, canary, say=lines, clock=clock, wall=lambda: 1.8e9 + clock())
@@ -75,11 +88,15 @@ def asked(watch: Watch, rounds: int) -> list[State]:
 
 
 def impatient(watch: Watch, seconds: float = 2.0) -> None:
-    """From now on the open connection waits so long only; a server that is connected to anew is waited for as before."""
+    """From now on the open connection waits so long only; a server that is connected to anew is
+    waited for as before.
+    """
     engine = watch.canary.engine
     assert engine is not None
     limits = engine._transport.limits
-    engine._transport.limits = replace(limits, connect_s=seconds, silence_s=seconds, total_s=seconds)
+    engine._transport.limits = replace(
+        limits, connect_s=seconds, silence_s=seconds, total_s=seconds
+    )
 
 
 class Replayed:
@@ -95,7 +112,9 @@ class Replayed:
         self.n += 1
         items = [(2 * self.n + i) % 12 for i in range(2)]
         found = Round(model="m", version="vllm 0.32.0", latency_s=0.1, cost_s=0.3, requests=8)
-        found.bits = {f"p{i:02d}": 0.8 + i / 50 + self.shift + self.rng.gauss(0, self.noise) for i in items}
+        found.bits = {
+            f"p{i:02d}": 0.8 + i / 50 + self.shift + self.rng.gauss(0, self.noise) for i in items
+        }
         found.tokens = {f"t{i:02d}": "x" for i in items}
         found.tools = {"tool": "right"}
         self.budget.spend(found.cost_s, self.clock())

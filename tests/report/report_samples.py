@@ -6,11 +6,25 @@ import math
 
 from hypothesis import strategies as st
 
-from assay.verdict import AREAS, Band, Chart, Finding, Metric, Point, Quote, Report, Series, Severity, Table, Verdict
+from assay.verdict import (
+    AREAS,
+    Band,
+    Chart,
+    Finding,
+    Metric,
+    Point,
+    Quote,
+    Report,
+    Series,
+    Severity,
+    Table,
+    Verdict,
+)
 
 STORY = (
-    "Whiskers was a small grey cat who lived on the top floor of an old brick building. Every evening she climbed "
-    "the iron stairs to the rooftop garden, where tomatoes grew in cracked buckets and bees slept in the lavender. "
+    "Whiskers was a small grey cat who lived on the top floor of an old brick building. Every"
+    " evening she climbed the iron stairs to the rooftop garden, where tomatoes grew in cracked"
+    " buckets and bees slept in the lavender. "
 )
 LOOP = STORY + "the the the the garden garden " * 60
 ATTACKS = (
@@ -44,24 +58,39 @@ def full() -> Report:
             "coherence.degenerate",
             Severity.ERROR,
             "14 of 18 texts degenerate; the model itself does so in 1 of 18",
-            "The server writes loops where the reference, on the same prompts and seeds, writes text.",
-            {"texts": 18, "degenerate": 14, "interval": [0.548, 0.91], "reference": {"degenerate": 1}},
+            "The server writes loops where the reference, on the same prompts and seeds, writes"
+            " text.",
+            {
+                "texts": 18,
+                "degenerate": 14,
+                "interval": [0.548, 0.91],
+                "reference": {"degenerate": 1},
+            },
             ("a corrupt shard: `model-00001-of-00002.safetensors`", "a wrong quantisation flag"),
             (
                 "verify the checkpoint: `assay verify ./SmolLM2-135M`",
-                "fall back to the known-coherent baseline: `vllm serve ./SmolLM2-135M --tensor-parallel-size 1 "
-                "--pipeline-parallel-size 1 --kv-cache-dtype auto --enforce-eager --max-model-len 8000`",
+                (
+                    "fall back to the known-coherent baseline: `vllm serve ./SmolLM2-135M"
+                    " --tensor-parallel-size 1 --pipeline-parallel-size 1 --kv-cache-dtype auto"
+                    " --enforce-eager --max-model-len 8000`"
+                ),
             ),
             ("https://docs.example.org/coherence",),
         ),
         Finding("coherence.needle", Severity.WARNING, "the needle is not found at 8,192 tokens"),
-        Finding("server.no_tools", Severity.INFO, "the server has no tool calls; that probe was skipped"),
+        Finding(
+            "server.no_tools", Severity.INFO, "the server has no tool calls; that probe was skipped"
+        ),
     )
     blocks = (
         Table(
             "Probes",
             ("probe", "status", "degenerate"),
-            (("capital of France", "ok", "0"), ("story", "degenerate", "4"), ("tool call", "skipped", "–")),
+            (
+                ("capital of France", "ok", "0"),
+                ("story", "degenerate", "4"),
+                ("tool call", "skipped", "–"),
+            ),
             frozenset({2}),
             "Wilson intervals.",
         ),
@@ -78,7 +107,11 @@ def full() -> Report:
         {
             "probes": [
                 {"name": "capital", "status": "run"},
-                {"name": "tools", "status": "skipped", "reason": "the server answers 400 to `tools`"},
+                {
+                    "name": "tools",
+                    "status": "skipped",
+                    "reason": "the server answers 400 to `tools`",
+                },
             ],
             "throughput": {"valid": False, "decode_tokens_per_s": {"median": 183.2}},
         },
@@ -122,14 +155,18 @@ odd_text = st.one_of(
     st.text(st.characters(), max_size=60),
     st.builds("".join, st.lists(st.sampled_from(ATTACKS), max_size=4)),
 )
-odd_float = st.floats() | st.sampled_from([0.0, -0.0, 5e-324, 1.7e308, -1.7e308, math.inf, -math.inf, math.nan])
+odd_float = st.floats() | st.sampled_from(
+    [0.0, -0.0, 5e-324, 1.7e308, -1.7e308, math.inf, -math.inf, math.nan]
+)
 odd_value = st.recursive(
     st.none() | st.booleans() | st.integers() | odd_float | odd_text,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(odd_text, inner, max_size=4),
     max_leaves=8,
 )
 odd_mapping = st.dictionaries(odd_text, odd_value, max_size=4)
-points = st.builds(Point, st.one_of(odd_float, odd_text), odd_float, st.none() | odd_float, st.none() | odd_float)
+points = st.builds(
+    Point, st.one_of(odd_float, odd_text), odd_float, st.none() | odd_float, st.none() | odd_float
+)
 charts = st.builds(
     Chart,
     odd_text,

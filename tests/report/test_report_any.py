@@ -1,4 +1,6 @@
-"""No report, however odd its text and numbers, makes a writer raise, and no text of it is obeyed by a reader."""
+"""No report, however odd its text and numbers, makes a writer raise, and no text of it is obeyed by
+a reader.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ ATTRIBUTES = frozenset(
     ]
 )
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
 
 
 class Tags(HTMLParser):
@@ -205,7 +209,14 @@ def test_markdown_is_inert(report):
     text.encode("utf-8")
     assert not OBEYED.search(text.replace("\u200b", ""))
     for token in flat(MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text)):
-        assert token.type not in ("html_block", "html_inline", "image", "hr", "blockquote_open", "code_block")
+        assert token.type not in (
+            "html_block",
+            "html_inline",
+            "image",
+            "hr",
+            "blockquote_open",
+            "code_block",
+        )
         if token.type == "link_open":
             assert token.attrs["href"] in {r.strip() for f in report.findings for r in f.references}
         if token.type == "text":
@@ -243,18 +254,27 @@ def test_prometheus_text_parses(report):
 @settings(deadline=None, max_examples=6)
 @given(reports())
 def test_picture_is_valid_xml_and_loads_nothing(report):
-    for picture_text in (picture.export_svg(report, 60), picture.export_comparison_svg([("a", report)], width=60)):
+    for picture_text in (
+        picture.export_svg(report, 60),
+        picture.export_comparison_svg([("a", report)], width=60),
+    ):
         root = ET.fromstring(picture_text.encode("utf-8"))
         assert root.tag.endswith("svg")
         styles = "".join(e.text or "" for e in root.iter() if e.tag.endswith("style"))
         assert "url(" not in styles and "@import" not in styles and "@font-face" not in styles
-        assert not any(e.tag.endswith(("script", "image", "foreignObject", "}a")) for e in root.iter())
+        assert not any(
+            e.tag.endswith(("script", "image", "foreignObject", "}a")) for e in root.iter()
+        )
 
 
 def test_every_attack_is_shown_as_text_in_the_page():
     quotes = tuple(Quote(f"attack {i}", text) for i, text in enumerate(ATTACKS))
-    finding = Finding("coherence.x", Severity.ERROR, ATTACKS[0], ATTACKS[1], {ATTACKS[3]: ATTACKS[2]}, ATTACKS[:3])
-    page = html.render(Report("check", Verdict.FAIL, {"model": ATTACKS[0]}, (finding,), blocks=quotes))
+    finding = Finding(
+        "coherence.x", Severity.ERROR, ATTACKS[0], ATTACKS[1], {ATTACKS[3]: ATTACKS[2]}, ATTACKS[:3]
+    )
+    page = html.render(
+        Report("check", Verdict.FAIL, {"model": ATTACKS[0]}, (finding,), blocks=quotes)
+    )
     shown = "".join(check_page(page).text)
     for text in ("<script>alert(1)</script>", "</pre></details></main><h1>PASS</h1>", "⟨ESC⟩[31mred", "nul⟨NUL⟩bell⟨BEL⟩",
                  "⟨U+202E⟩gnol", "{{ 7*7 }}", "日本語のテキスト", "👩‍👩‍👧‍👦"):  # fmt: skip

@@ -1,4 +1,6 @@
-"""The page in a real browser: what is seen, in which colours, without scripts and without a network."""
+"""The page in a real browser: what is seen, in which colours, without scripts and without a
+network.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,19 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 WIDTH, HEIGHT = 1000, 900
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars",
-    "--force-device-scale-factor=1", "--host-resolver-rules=MAP * ~NOTFOUND",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--force-device-scale-factor=1",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+)
 PAPER, INK, BLUE = (255, 255, 255), (26, 29, 35), (37, 99, 235)
 BANDS = {
     Verdict.PASS: (21, 115, 71), Verdict.FAIL: (192, 38, 55), Verdict.INCONCLUSIVE: (154, 101, 0),
@@ -36,7 +47,11 @@ Colour = tuple[int, int, int]
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Run the browser with these arguments, in a fresh profile, and return what it printed."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    found = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if found is None:
         reason = "chromium is not installed (apt-get install chromium)"
         if os.environ.get("ASSAY_REQUIRE_CHROMIUM") == "1":
@@ -58,7 +73,9 @@ def shoot(chromium: Callable[..., str], tmp_path: Path) -> Callable[..., object]
     def picture(report: Report, *arguments: str, height: int = HEIGHT):
         page, shot = tmp_path / "report.html", tmp_path / "report.png"
         page.write_text(html.render(report), encoding="utf-8")
-        chromium(f"--window-size={WIDTH},{height}", f"--screenshot={shot}", *arguments, page.as_uri())
+        chromium(
+            f"--window-size={WIDTH},{height}", f"--screenshot={shot}", *arguments, page.as_uri()
+        )
         image = Image.open(shot).convert("RGB")
         assert image.size == (WIDTH, height)
         return image
@@ -78,7 +95,11 @@ def places(image, colour: Colour, tolerance: int = 6) -> list[tuple[int, int]]:
 def band_bottom(image, colour: Colour) -> int:
     """The height of the band: rows from the top whose outermost pixels have its colour."""
     y = 0
-    while y < image.height and near(image.getpixel((2, y)), colour) and near(image.getpixel((WIDTH - 3, y)), colour):
+    while (
+        y < image.height
+        and near(image.getpixel((2, y)), colour)
+        and near(image.getpixel((WIDTH - 3, y)), colour)
+    ):
         y += 1
     return y
 
@@ -112,7 +133,9 @@ def test_a_failing_page_shows_its_figures_and_findings(shoot):
 
 def test_bars_are_drawn_to_scale_in_the_colour_of_their_series(shoot):
     series = Series("accepted", (Point("first", 0.8), Point("second", 0.4), Point("third", 0.2)))
-    chart = Chart("Acceptance", "bar", (series,), "position", "share", (Band("dense code", 0.2, 0.5),))
+    chart = Chart(
+        "Acceptance", "bar", (series,), "position", "share", (Band("dense code", 0.2, 0.5),)
+    )
     image = shoot(Report("spec", Verdict.PASS, blocks=(chart,)))
     rows: dict[int, list[int]] = {}
     for x, y in places(image, BLUE):
@@ -148,7 +171,9 @@ def test_dark_mode_has_dark_paper_and_light_ink(shoot):
 
 
 def test_a_narrow_window_cuts_nothing_off(shoot):
-    image = shoot(Report("check", Verdict.PASS, {"path": "x" * 300}, headline=(Metric("speed", "9" * 80),)))
+    image = shoot(
+        Report("check", Verdict.PASS, {"path": "x" * 300}, headline=(Metric("speed", "9" * 80),))
+    )
     # The right margin stays free of ink: nothing runs out of the page.
     bottom = band_bottom(image, BANDS[Verdict.PASS])
     assert not places(image.crop((WIDTH - 16, bottom, WIDTH, HEIGHT)), INK, 60)
@@ -164,5 +189,10 @@ def test_the_browser_reads_the_text_of_the_page(chromium, tmp_path):
     page.write_text(html.render(full()), encoding="utf-8")
     dom = chromium("--dump-dom", page.as_uri())
     assert dom.count("<h1>") == 1
-    for words in ("FAIL", "14 of 18 texts degenerate", "goes wrong at character 219", "Share of degenerate texts"):
+    for words in (
+        "FAIL",
+        "14 of 18 texts degenerate",
+        "goes wrong at character 219",
+        "Share of degenerate texts",
+    ):
         assert words in dom

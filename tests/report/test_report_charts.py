@@ -26,7 +26,9 @@ def marked(root, element, css):
 
 
 def bars(*values, **options):
-    return Chart("t", "bar", (Series("s", [Point(f"row {i}", v) for i, v in enumerate(values)]),), **options)
+    return Chart(
+        "t", "bar", (Series("s", [Point(f"row {i}", v) for i, v in enumerate(values)]),), **options
+    )
 
 
 def test_a_listing_has_every_point_with_its_interval_and_the_bands():
@@ -63,7 +65,11 @@ def test_svg_forest_has_marks_whiskers_a_band_and_a_description():
     assert len(marked(root, "path", "whisker")) == 3
     assert root.find(SVG + "title").text == "Share of degenerate texts"
     described = root.find(SVG + "desc").text
-    assert "this server (2 points)" in described and "reference (1 points)" in described and "tolerated" in described
+    assert (
+        "this server (2 points)" in described
+        and "reference (1 points)" in described
+        and "tolerated" in described
+    )
     assert root.get("aria-labelledby").split() == ["c0-t", "c0-d"]
 
 
@@ -88,7 +94,15 @@ def test_svg_line_with_intervals_has_a_ribbon_around_it():
 def test_svg_text_is_escaped_and_short():
     chart = Chart("<b>&\"'", "bar", (Series("s", (Point("<i>" + "x" * 500, 1),)),), "<x>", "<y>")
     root = svg(chart)
-    assert {e.tag.removeprefix(SVG) for e in root.iter()} <= {"svg", "title", "desc", "text", "rect", "line", "path"}
+    assert {e.tag.removeprefix(SVG) for e in root.iter()} <= {
+        "svg",
+        "title",
+        "desc",
+        "text",
+        "rect",
+        "line",
+        "path",
+    }
     assert max(len(e.text or "") for e in root.iter(SVG + "text")) < 150
 
 
@@ -116,7 +130,11 @@ def test_svg_holds_only_finite_places(chart):
 
 def waterfall():
     steps = [Point("engine", 1.0, 0.5, 1.5), Point("codec", 3.0), Point("interaction", -2.0)]
-    return Chart("t", "waterfall", (Series("change", steps), Series("level", [Point("total", 2.0, 1.0, 3.0)])))
+    return Chart(
+        "t",
+        "waterfall",
+        (Series("change", steps), Series("level", [Point("total", 2.0, 1.0, 3.0)])),
+    )
 
 
 def test_svg_waterfall_draws_bars_and_their_intervals_at_the_same_places():

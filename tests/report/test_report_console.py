@@ -11,8 +11,8 @@ from assay.report import console as beside
 from assay.verdict import Finding, Metric, Quote, Report, Severity, Table, Verdict
 
 VLLM = (
-    "vllm serve ./SmolLM2-135M --tensor-parallel-size 1 --pipeline-parallel-size 1 --kv-cache-dtype auto "
-    "--enforce-eager --max-model-len 8000"
+    "vllm serve ./SmolLM2-135M --tensor-parallel-size 1 --pipeline-parallel-size 1 --kv-cache-dtype"
+    " auto --enforce-eager --max-model-len 8000"
 )
 
 
@@ -133,7 +133,12 @@ def test_an_encoding_without_the_characters_is_no_error():
     [
         (Verdict.PASS, (), "", "What was examined holds."),
         (Verdict.PASS, (Severity.WARNING,) * 2, "", "What was examined holds, with 2 warnings."),
-        (Verdict.FAIL, (Severity.WARNING, Severity.ERROR, Severity.ERROR), "", "Title 1, and 1 more error."),
+        (
+            Verdict.FAIL,
+            (Severity.WARNING, Severity.ERROR, Severity.ERROR),
+            "",
+            "Title 1, and 1 more error.",
+        ),
         (Verdict.INCONCLUSIVE, (), "", "The evidence is too thin to judge."),
         (Verdict.INCONCLUSIVE, (Severity.INFO, Severity.WARNING), "", "Title 1."),
         (Verdict.ERROR, (), "", "It could not be examined."),
@@ -142,7 +147,9 @@ def test_an_encoding_without_the_characters_is_no_error():
     ],
 )
 def test_every_verdict_has_its_sentence(verdict, findings, summary, said):
-    found = tuple(Finding("server.x", severity, f"title {i}.") for i, severity in enumerate(findings))
+    found = tuple(
+        Finding("server.x", severity, f"title {i}.") for i, severity in enumerate(findings)
+    )
     report = Report("check", verdict, findings=found, summary=summary)
     assert printed(report).startswith(f"{verdict.value.upper()}  assay check: {said}\n")
 
@@ -182,7 +189,9 @@ def test_side_by_side_becomes_one_after_the_other_on_a_narrow_terminal():
     beside.side_by_side([("healthy", healthy()), ("corrupt", full())], stream, 50)
     lines = re.sub("\x1b\\[[0-9;]*m", "", stream.getvalue()).splitlines()
     assert max(map(len, lines)) <= 50
-    first, second = (next(i for i, line in enumerate(lines) if word in line) for word in ("PASS", "FAIL"))
+    first, second = (
+        next(i for i, line in enumerate(lines) if word in line) for word in ("PASS", "FAIL")
+    )
     assert first < second
 
 
@@ -193,12 +202,17 @@ def test_a_valid_figure_is_never_struck():
 
 
 def test_a_flood_of_line_breaks_does_not_scroll_the_screen():
-    text = printed(Report("check", Verdict.PASS, blocks=(Quote("q", "begin" + "\n" * 90 + "end\n\nkept"),)))
+    text = printed(
+        Report("check", Verdict.PASS, blocks=(Quote("q", "begin" + "\n" * 90 + "end\n\nkept"),))
+    )
     assert "  begin\n  ⟦90 line breaks⟧\n  end\n\n  kept\n" in text
 
 
 def test_many_findings_of_one_kind_are_counted_after_the_first():
-    found = tuple(Finding("checkpoint.digest_mismatch", Severity.ERROR, f"shard {i} differs") for i in range(40))
+    found = tuple(
+        Finding("checkpoint.digest_mismatch", Severity.ERROR, f"shard {i} differs")
+        for i in range(40)
+    )
     other = Finding("checkpoint.unverified", Severity.WARNING, "one more thing")
     text = printed(Report("verify", Verdict.FAIL, findings=(*found, other)))
     assert "shard 4 differs" in text and "shard 5 differs" not in text
@@ -221,14 +235,22 @@ def screen(report, width=100):
 def crowded(findings=30, rows=200, columns=4, words=60):
     found = tuple(
         Finding(
-            f"checkpoint.kind_{i}", Severity.ERROR if i % 3 != 2 else Severity.WARNING, f"fault {i} " + "word " * words,
-            detail="detail " * 40, evidence={"key": i}, causes=("a cause",) * 4,
+            f"checkpoint.kind_{i}",
+            Severity.ERROR if i % 3 != 2 else Severity.WARNING,
+            f"fault {i} " + "word " * words,
+            detail="detail " * 40,
+            evidence={"key": i},
+            causes=("a cause",) * 4,
             remedies=("do this " * 30, "then run `assay verify ./model --values`", "and this"),
         )
         for i in range(findings)
-    )  # fmt: skip
+    )
     path = "/".join(["folder"] * 20) + "/model-00001-of-00099.safetensors"
-    table = Table("files", ("path", *(f"column {i}" for i in range(columns))), [(path, *["value"] * columns)] * rows)
+    table = Table(
+        "files",
+        ("path", *(f"column {i}" for i in range(columns))),
+        [(path, *["value"] * columns)] * rows,
+    )
     quotes = tuple(Quote(f"text {i}", "the " * 400, "degenerate", 4) for i in range(20))
     return Report(
         "verify", Verdict.FAIL, subject={"path": path}, findings=found, blocks=(table, *quotes),

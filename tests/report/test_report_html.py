@@ -42,7 +42,8 @@ def test_the_verdict_comes_first_with_its_sentence():
 
 
 @pytest.mark.parametrize(
-    ("verdict", "tone"), [(Verdict.PASS, "good"), (Verdict.INCONCLUSIVE, "warn"), (Verdict.ERROR, "error")]
+    ("verdict", "tone"),
+    [(Verdict.PASS, "good"), (Verdict.INCONCLUSIVE, "warn"), (Verdict.ERROR, "error")],
 )
 def test_every_verdict_has_its_colour(verdict, tone):
     (band,) = by_class(tree(Report("check", verdict)), "verdict")
@@ -60,9 +61,17 @@ def test_an_invalid_figure_is_deleted_text_with_its_reason():
 
 def test_findings_stand_in_groups_the_gravest_first_with_all_they_say():
     root = tree(full())
-    assert [text(e).split() for e in by_class(root, "group")] == [["Errors", "1"], ["Warnings", "1"], ["Notes", "1"]]
+    assert [text(e).split() for e in by_class(root, "group")] == [
+        ["Errors", "1"],
+        ["Warnings", "1"],
+        ["Notes", "1"],
+    ]
     first = by_class(root, "finding")[0]
-    assert [e.text for e in first.iter("h5")] == ["Likely causes, the likeliest first", "What to do", "Evidence"]
+    assert [e.text for e in first.iter("h5")] == [
+        "Likely causes, the likeliest first",
+        "What to do",
+        "Evidence",
+    ]
     assert [text(e) for e in first.find("ol")] == [
         "a corrupt shard: model-00001-of-00002.safetensors", "a wrong quantisation flag",
     ]  # fmt: skip
@@ -77,7 +86,10 @@ def test_findings_stand_in_groups_the_gravest_first_with_all_they_say():
 
 def test_only_web_addresses_become_links():
     finding = Finding(
-        "server.x", Severity.INFO, "t", references=("javascript:alert(1)", "docs, page 3", "http://x.example")
+        "server.x",
+        Severity.INFO,
+        "t",
+        references=("javascript:alert(1)", "docs, page 3", "http://x.example"),
     )
     root = tree(Report("check", Verdict.PASS, findings=(finding,)))
     assert [e.get("href") for e in root.iter("a")] == ["http://x.example"]
@@ -104,7 +116,9 @@ def test_the_onset_is_marked_where_it_is():
 
 
 def test_a_quote_keeps_its_first_newline():
-    (quoted,) = by_class(tree(Report("check", Verdict.PASS, blocks=(Quote("q", "\n\n  x\n"),))), "text")
+    (quoted,) = by_class(
+        tree(Report("check", Verdict.PASS, blocks=(Quote("q", "\n\n  x\n"),))), "text"
+    )
     assert quoted.text == "\n\n  x\n"
 
 
@@ -113,13 +127,18 @@ def test_a_megabyte_of_text_is_cut_visibly_around_its_onset():
     page = html.render(Report("check", Verdict.PASS, blocks=(quote,)))
     assert len(page) < 100_000
     root = html5lib.HTMLParser(strict=True, namespaceHTMLElements=False).parse(page)
-    assert [e.text for e in by_class(root, "gap")] == ["484,000 characters not shown", "496,000 characters not shown"]
+    assert [e.text for e in by_class(root, "gap")] == [
+        "484,000 characters not shown",
+        "496,000 characters not shown",
+    ]
     assert [e.text for e in by_class(root, "after")] == ["b" * html.AROUND]
 
 
 def test_long_tables_and_lists_are_cut_visibly():
     table = Table("t", ("path",), tuple((f"f{i}",) for i in range(html.MAX_ROWS + 7)))
-    chart = Chart("c", "line", (Series("s", tuple(Point(i, i) for i in range(html.MAX_LISTED + 5))),))
+    chart = Chart(
+        "c", "line", (Series("s", tuple(Point(i, i) for i in range(html.MAX_LISTED + 5))),)
+    )
     page = text(tree(Report("verify", Verdict.PASS, blocks=(table, chart))))
     assert "7 more rows not shown." in page
     assert "5 more points not listed." in page
@@ -135,7 +154,11 @@ def test_a_chart_has_its_picture_its_numbers_and_what_is_missing():
         ["this server", "capital", "0.1 [0, 0.49]"], ["this server", "story", "1 [0.51, 1]"],
         ["reference", "capital", "0 [0, 0.49]"],
     ]  # fmt: skip
-    empty = Report("check", Verdict.PASS, blocks=(Chart("c", "bar", (Series("s", (Point("x", float("nan")),)),)),))
+    empty = Report(
+        "check",
+        Verdict.PASS,
+        blocks=(Chart("c", "bar", (Series("s", (Point("x", float("nan")),)),)),),
+    )
     assert "Nothing to draw." in text(tree(empty))
 
 
@@ -151,7 +174,11 @@ def test_the_record_is_the_json_of_the_report():
 
 
 def test_headings_do_not_skip_a_level():
-    levels = [int(e.tag[1]) for e in tree(full()).iter() if isinstance(e.tag, str) and re.fullmatch("h[1-6]", e.tag)]
+    levels = [
+        int(e.tag[1])
+        for e in tree(full()).iter()
+        if isinstance(e.tag, str) and re.fullmatch("h[1-6]", e.tag)
+    ]
     assert levels[0] == 1
     assert all(b - a <= 1 for a, b in pairwise(levels))
 
@@ -166,15 +193,23 @@ def test_the_svg_inside_is_valid_xml():
 
 
 def test_a_detail_may_hold_a_command():
-    finding = Finding("server.x", Severity.INFO, "t", "first `vllm serve m`, then wait", {}, ("`assay check x`",))
+    finding = Finding(
+        "server.x", Severity.INFO, "t", "first `vllm serve m`, then wait", {}, ("`assay check x`",)
+    )
     root = tree(Report("check", Verdict.PASS, findings=(finding,)))
     assert [text(e) for e in by_class(root, "command")] == ["vllm serve m", "assay check x"]
 
 
 def test_the_subject_is_named_at_the_top_and_told_in_full_at_the_end():
-    subject = {"url": "http://x.example", "model": None, "server": {"kind": "vllm", "version": "0.32.0"}}
+    subject = {
+        "url": "http://x.example",
+        "model": None,
+        "server": {"kind": "vllm", "version": "0.32.0"},
+    }
     root = tree(Report("check", Verdict.PASS, subject))
     (top,) = by_class(root, "subject")
-    assert [(e.find("dt").text, e.find("dd").text) for e in top.iter("div")] == [("url", "http://x.example")]
+    assert [(e.find("dt").text, e.find("dd").text) for e in top.iter("div")] == [
+        ("url", "http://x.example")
+    ]
     (record,) = by_class(root, "record")
     assert "server.version" in text(record) and "0.32.0" in text(record)

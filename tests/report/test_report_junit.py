@@ -20,7 +20,11 @@ SHAPE = {
     ),
     "properties": (set(), set(), {"property"}),
     "property": ({"name", "value"}, {"name", "value"}, set()),
-    "testcase": ({"name", "classname"}, {"name", "classname"}, {"failure", "error", "skipped", "system-out"}),
+    "testcase": (
+        {"name", "classname"},
+        {"name", "classname"},
+        {"failure", "error", "skipped", "system-out"},
+    ),
     "failure": ({"type", "message"}, {"type", "message"}, set()),
     "error": ({"type", "message"}, {"type", "message"}, set()),
     "skipped": ({"message"}, {"message"}, set()),
@@ -44,7 +48,11 @@ def check(element):
         cases = element.findall("testcase")
         assert int(element.get("tests")) == len(cases)
         assert len({(c.get("classname"), c.get("name")) for c in cases}) == len(cases)
-        for attribute, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        for attribute, tag in (
+            ("failures", "failure"),
+            ("errors", "error"),
+            ("skipped", "skipped"),
+        ):
             assert int(element.get(attribute)) == sum(c.find(tag) is not None for c in cases)
     for child in element:
         check(child)
@@ -63,7 +71,9 @@ def test_a_failing_report():
         "tools": ["skipped"],
     }
     failure = next(root.iter("failure"))
-    assert failure.get("message") == "14 of 18 texts degenerate; the model itself does so in 1 of 18"
+    assert (
+        failure.get("message") == "14 of 18 texts degenerate; the model itself does so in 1 of 18"
+    )
     assert "to do: verify the checkpoint: `assay verify ./SmolLM2-135M`" in failure.text
     assert next(root.iter("skipped")).get("message") == "the server answers 400 to `tools`"
     properties = {p.get("name"): p.get("value") for p in root.iter("property")}
@@ -84,7 +94,9 @@ def test_what_could_not_be_examined_is_an_error_and_not_a_failure():
 @pytest.mark.parametrize(("inconclusive", "tag"), [("error", "error"), ("skipped", "skipped")])
 def test_an_inconclusive_verdict_is_red_or_yellow_but_never_green(inconclusive, tag):
     finding = Finding("coherence.thin", Severity.WARNING, "too few samples")
-    root = parsed(Report("check", Verdict.INCONCLUSIVE, findings=(finding,)), inconclusive=inconclusive)
+    root = parsed(
+        Report("check", Verdict.INCONCLUSIVE, findings=(finding,)), inconclusive=inconclusive
+    )
     assert cases(root) == {"verdict": [tag], "coherence.thin": ["system-out"]}
 
 
@@ -97,12 +109,18 @@ def test_findings_of_one_kind_are_cases_of_their_own():
 def test_what_xml_cannot_hold_is_replaced():
     odd = "a\x00b\x1bc\ufffe\uffff\ud800d <&>\"' ]]>"
     finding = Finding("server.x", Severity.ERROR, odd, odd, {odd: odd}, (odd,), (odd,), (odd,))
-    text = junit.render(Report(odd, Verdict.FAIL, {odd: odd}, (finding,), {"p": [{"status": "skipped", "name": odd}]}))
+    text = junit.render(
+        Report(
+            odd, Verdict.FAIL, {odd: odd}, (finding,), {"p": [{"status": "skipped", "name": odd}]}
+        )
+    )
     root = ET.fromstring(text.encode("utf-8"))
     assert "a⟨NUL⟩b⟨ESC⟩c" in next(root.iter("failure")).get("message")
     assert "<&>\"' ]]>" in next(root.iter("failure")).text
 
 
 def test_skipped_steps_are_found_at_any_depth():
-    results = {"a": [{"b": {"status": "skipped", "note": "why"}}, {"path": "f", "status": "verified"}]}
+    results = {
+        "a": [{"b": {"status": "skipped", "note": "why"}}, {"path": "f", "status": "verified"}]
+    }
     assert list(junit.skipped(results)) == [("results.a[0].b", "why")]

@@ -20,7 +20,9 @@ def tokens(text):
 
 def words(text):
     """What a reader sees of one line of Markdown."""
-    return "".join(t.content for t in tokens(text) if t.type in ("text", "code_inline") and t.children is None)
+    return "".join(
+        t.content for t in tokens(text) if t.type in ("text", "code_inline") and t.children is None
+    )
 
 
 def test_the_document_of_a_failing_report():
@@ -28,12 +30,20 @@ def test_the_document_of_a_failing_report():
     found = tokens(text)
     fences = [t.content for t in found if t.type == "fence"]
     assert text.startswith("## ✗ assay check: FAIL\n\n14 of 18 texts degenerate")
-    assert "| decode speed | ~~183.2 tok/s~~ | **invalid**: 14 of 18 timed texts degenerate |" in text
-    assert any(c.startswith("vllm serve ./SmolLM2-135M --tensor") and c.count("\n") == 1 for c in fences)
+    assert (
+        "| decode speed | ~~183.2 tok/s~~ | **invalid**: 14 of 18 timed texts degenerate |" in text
+    )
+    assert any(
+        c.startswith("vllm serve ./SmolLM2-135M --tensor") and c.count("\n") == 1 for c in fences
+    )
     assert any("⟦goes wrong at character 219⟧the the" in c for c in fences)
-    assert sum(t.type == "table_open" for t in found) == 3  # figures, a table, a chart as its numbers
+    assert (
+        sum(t.type == "table_open" for t in found) == 3
+    )  # figures, a table, a chart as its numbers
     assert sum(t.type == "s_open" for t in found) == 1
-    assert [t.attrs["href"] for t in found if t.type == "link_open"] == ["https://docs.example.org/coherence"]
+    assert [t.attrs["href"] for t in found if t.type == "link_open"] == [
+        "https://docs.example.org/coherence"
+    ]
     assert "*(no text)*" in text
 
 
@@ -55,7 +65,9 @@ def test_code_reads_as_the_text_it_was_given(attack):
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_fence_holds_the_text_it_was_given(attack):
     text = visible(attack)
-    fences = [t.content for t in tokens(f"before\n\n{markdown.fence(text)}\n\nafter") if t.type == "fence"]
+    fences = [
+        t.content for t in tokens(f"before\n\n{markdown.fence(text)}\n\nafter") if t.type == "fence"
+    ]
     assert fences == [f"{text}\n"]
 
 
@@ -66,8 +78,16 @@ def test_a_fence_is_longer_than_any_inside():
 
 def test_mentions_and_references_name_nobody():
     text = markdown.prose("ask @octocat about #12 and GH-34, user@example.org")
-    assert "@octocat" not in text and "#12" not in text and "GH-34" not in text and "@example" not in text
-    assert text.replace("\u200b", "").replace("\\", "") == "ask @octocat about #12 and GH-34, user@example.org"
+    assert (
+        "@octocat" not in text
+        and "#12" not in text
+        and "GH-34" not in text
+        and "@example" not in text
+    )
+    assert (
+        text.replace("\u200b", "").replace("\\", "")
+        == "ask @octocat about #12 and GH-34, user@example.org"
+    )
 
 
 def test_cells_keep_their_columns():
@@ -81,14 +101,18 @@ def test_cells_keep_their_columns():
 
 
 def test_a_remedy_keeps_its_words_and_its_command_apart():
-    finding = Finding("server.x", Severity.WARNING, "t", remedies=("set `x` and run `assay check --samples 9`",))
+    finding = Finding(
+        "server.x", Severity.WARNING, "t", remedies=("set `x` and run `assay check --samples 9`",)
+    )
     text = markdown.render(Report("check", Verdict.PASS, findings=(finding,)))
     assert "set `x` and run\n\n```text\nassay check --samples 9\n```" in text
 
 
 def test_a_million_characters_are_cut_visibly():
     quote = Quote("q", "x" * 1_000_000)
-    finding = Finding("server.x", Severity.WARNING, "t" * 1_000_000, "d" * 1_000_000, {"e": "e" * 1_000_000})
+    finding = Finding(
+        "server.x", Severity.WARNING, "t" * 1_000_000, "d" * 1_000_000, {"e": "e" * 1_000_000}
+    )
     text = markdown.render(Report("check", Verdict.PASS, findings=(finding,), blocks=(quote,)))
     # GitHub takes at most 65,536 characters.
     assert len(text) < 20_000

@@ -28,7 +28,10 @@ def test_the_comparison_shows_both_verdicts_in_their_colours():
     svg = picture.export_comparison_svg([("healthy", healthy()), ("corrupt", full())])
     text = words(svg)
     assert "✓ PASS" in text and "✗ FAIL" in text and "not measured" in text
-    colours = {word: re.search(rf'class="(assay-r\d+)"[^>]*>[^<]*{word}', svg).group(1) for word in ("PASS", "FAIL")}
+    colours = {
+        word: re.search(rf'class="(assay-r\d+)"[^>]*>[^<]*{word}', svg).group(1)
+        for word in ("PASS", "FAIL")
+    }
     assert colours["PASS"] != colours["FAIL"]
 
 

@@ -31,8 +31,12 @@ def test_the_verdict_is_a_state_set_and_findings_are_counted():
     assert states == {"pass": 0, "fail": 1, "inconclusive": 0, "error": 0}
     assert found["assay_exit_code", command] == 1
     assert found["assay_findings", command, ("severity", "error")] == 1
-    assert found["assay_finding", command, ("id", "coherence.degenerate"), ("severity", "error")] == 1
-    assert found["assay_report_info", command, ("model", "smollm2-135m"), ("schema", "assay/1")] == 1
+    assert (
+        found["assay_finding", command, ("id", "coherence.degenerate"), ("severity", "error")] == 1
+    )
+    assert (
+        found["assay_report_info", command, ("model", "smollm2-135m"), ("schema", "assay/1")] == 1
+    )
     assert found["assay_check_probes", ("status", "skipped")] == 1
 
 
@@ -67,7 +71,9 @@ def test_names_end_in_base_units(path, name, factor):
 
 def test_statistics_become_a_label_and_positions_an_index():
     assert results(
-        "compare", dppl_pct={"value": 1.5, "lo": -0.5, "hi": math.nan}, record={"per_position": [0.8, 0.6]}
+        "compare",
+        dppl_pct={"value": 1.5, "lo": -0.5, "hi": math.nan},
+        record={"per_position": [0.8, 0.6]},
     ) == {
         ("assay_compare_dppl_ratio", ("stat", "value")): pytest.approx(0.015),
         ("assay_compare_dppl_ratio", ("stat", "lo")): pytest.approx(-0.005),
@@ -77,7 +83,11 @@ def test_statistics_become_a_label_and_positions_an_index():
 
 
 def test_lists_of_things_are_counted_by_status_and_text_never_becomes_a_label():
-    files = [{"status": "verified", "path": "a"}, {"status": "verified", "path": "b"}, {"status": "mismatch"}]
+    files = [
+        {"status": "verified", "path": "a"},
+        {"status": "verified", "path": "b"},
+        {"status": "mismatch"},
+    ]
     texts = [{"label": "the model wrote this: <x>"}]
     assert results("verify", files=files, texts=texts, note="free text") == {
         ("assay_verify_files", ("status", "verified")): 2,

@@ -76,7 +76,10 @@ def test_points_without_a_place_are_counted():
     assert drawable(chart(*points))[1] == 2
     logarithmic = chart(*points, log_x=True, log_y=True)
     assert drawable(logarithmic) == ([[Point(1, 1)]], 4)
-    assert caption(logarithmic, 4) == "4 points not drawn: not a finite number, or not positive on a logarithmic axis."
+    assert (
+        caption(logarithmic, 4)
+        == "4 points not drawn: not a finite number, or not positive on a logarithmic axis."
+    )
     assert caption(chart(note="A note."), 1) == "A note. 1 point not drawn: not a finite number."
 
 

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.report.text import evidence_items, excerpt, is_command, one_line, safe_json, shorten, split_code, visible
+from assay.report.text import (
+    evidence_items,
+    excerpt,
+    is_command,
+    one_line,
+    safe_json,
+    shorten,
+    split_code,
+    visible,
+)
 from assay.verdict import Quote
 
 
@@ -55,7 +64,11 @@ def test_excerpt_of_a_short_text_is_the_text():
 
 
 def test_excerpt_marks_the_onset_inside_the_head():
-    assert pieces("good bad", onset=5) == [("text", "good "), ("onset", "goes wrong at character 5"), ("after", "bad")]
+    assert pieces("good bad", onset=5) == [
+        ("text", "good "),
+        ("onset", "goes wrong at character 5"),
+        ("after", "bad"),
+    ]
     assert pieces("bad", onset=0) == [("onset", "goes wrong at character 0"), ("after", "bad")]
 
 
@@ -120,8 +133,12 @@ def test_prose_is_no_command(text):
 
 def test_backticks_mark_code():
     assert split_code("run `assay check` on `x`, then wait") == [
-        (False, "run "), (True, "assay check"), (False, " on "), (True, "x"), (False, ", then wait"),
-    ]  # fmt: skip
+        (False, "run "),
+        (True, "assay check"),
+        (False, " on "),
+        (True, "x"),
+        (False, ", then wait"),
+    ]
     assert split_code("a stray ` tick") == [(False, "a stray ` tick")]
 
 
@@ -134,13 +151,29 @@ def test_an_interval_is_one_value():
 
 def test_evidence_is_flat_and_written_for_people():
     evidence = {
-        "rate": 0.123456789, "ok": True, "none": None, "nan": float("nan"), "empty": [], "list": [1, 2.5, "x"],
-        "inner": {"a": {"b": "c\nd"}}, "matrix": [[1, 2]], "long": "z" * 1000, "count": 12,
-    }  # fmt: skip
+        "rate": 0.123456789,
+        "ok": True,
+        "none": None,
+        "nan": float("nan"),
+        "empty": [],
+        "list": [1, 2.5, "x"],
+        "inner": {"a": {"b": "c\nd"}},
+        "matrix": [[1, 2]],
+        "long": "z" * 1000,
+        "count": 12,
+    }
     assert evidence_items(evidence, limit=20) == [
-        ("rate", "0.123457"), ("ok", "yes"), ("none", "–"), ("nan", "–"), ("empty", "none"), ("list", "1, 2.5, x"),
-        ("inner.a.b", "c d"), ("matrix", "[[1, 2]]"), ("long", "z" * 20 + "… (980 more characters)"), ("count", "12"),
-    ]  # fmt: skip
+        ("rate", "0.123457"),
+        ("ok", "yes"),
+        ("none", "–"),
+        ("nan", "–"),
+        ("empty", "none"),
+        ("list", "1, 2.5, x"),
+        ("inner.a.b", "c d"),
+        ("matrix", "[[1, 2]]"),
+        ("long", "z" * 20 + "… (980 more characters)"),
+        ("count", "12"),
+    ]
 
 
 @given(st.text(st.characters()))

@@ -9,7 +9,9 @@ from typing import Any
 import assay
 from assay.verdict import Report
 
-SERVER = f"{sys.executable} {Path(__file__).with_name('small_server.py')} --port {{port}} {{settings}}"
+SERVER = (
+    f"{sys.executable} {Path(__file__).with_name('small_server.py')} --port {{port}} {{settings}}"
+)
 
 
 def ask(*words: str, **options: Any) -> Report:

@@ -1,6 +1,8 @@
-"""A small server with the faults that a real engine cannot be made to show at will. Standard library only.
+"""A small server with the faults that a real engine cannot be made to show at will. Standard
+library only.
 
-python small_server.py --port N [--kv fp8] [--pair-a --pair-b] [--flaky FILE] [--memory] [--dies] [--silent] ...
+python small_server.py --port N [--kv fp8] [--pair-a --pair-b] [--flaky FILE] [--memory] [--dies]
+[--silent] ...
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ A seed takes up water, swells, breaks its shell and sends a root down into the d
 A good map leaves out most of what is there and shows clearly what the traveller needs.
 Glaciers grind the valley under them and leave long hills of gravel where they once ended.
 The baker opens the shop at six, and the first customers are usually on their way to work."""
-NONSENSE = "Ärger 的 function() 是 \\u лес }; くん über_of 마 setTimeout ||= ия 把 ∂x Ausg ਕ return ไม่ ।"
+NONSENSE = (
+    "Ärger 的 function() 是 \\u лес }; くん über_of 마 setTimeout ||= ия 把 ∂x Ausg ਕ return ไม่ ।"
+)
 
 
 SENTENCES, SALAD = PROSE.splitlines(), NONSENSE.split()
@@ -144,7 +148,15 @@ class Handler(BaseHTTPRequestHandler):
             text = "".join(words)
             inner = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
             choice = {"index": 0, "finish_reason": "stop", **inner}
-            self.reply({"id": "x", "object": "completion", "model": "small", "choices": [choice], "usage": usage})
+            self.reply(
+                {
+                    "id": "x",
+                    "object": "completion",
+                    "model": "small",
+                    "choices": [choice],
+                    "usage": usage,
+                }
+            )
         with LOCK:
             RUNNING -= 1
 
@@ -189,7 +201,8 @@ def main() -> None:
         BAD = BAD or number % 3 == 2
     if OPTIONS.spawn:  # a worker in a session of its own, as engines have
         subprocess.Popen(
-            [sys.executable, "-c", f"import time; '{OPTIONS.spawn}'; time.sleep(600)"], start_new_session=True
+            [sys.executable, "-c", f"import time; '{OPTIONS.spawn}'; time.sleep(600)"],
+            start_new_session=True,
         )
     while OPTIONS.silent:
         time.sleep(1)

@@ -1,4 +1,6 @@
-"""What can go wrong around a doctor: ports, disks, other doctors, servers that never come, interrupts. Real processes."""
+"""What can go wrong around a doctor: ports, disks, other doctors, servers that never come,
+interrupts. Real processes.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,17 @@ def test_a_second_doctor_waits_for_the_first_and_gives_up_in_time() -> None:
         assert ask("--harmless-a", "1").exit_code == 0
 
 
-def test_a_port_that_is_taken_meanwhile_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_meanwhile_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         ports = [taken.getsockname()[1], launch.free_port()]
         monkeypatch.setattr(launch, "free_port", lambda: ports.pop(0))
-        with launched(read_command([], SERVER), frozenset(), tmp_path / "log", timeout=120) as running:
+        with launched(
+            read_command([], SERVER), frozenset(), tmp_path / "log", timeout=120
+        ) as running:
             assert running.alive() and ports == []
 
 
@@ -57,11 +63,15 @@ def test_a_port_that_is_taken_meanwhile_is_replaced(tmp_path: Path, monkeypatch:
         ("--mute", "silent", "answers no request after 2 s"),
     ],
 )
-def test_each_way_not_to_start_is_told_apart(extra: str, kind: str, says: str, tmp_path: Path) -> None:
+def test_each_way_not_to_start_is_told_apart(
+    extra: str, kind: str, says: str, tmp_path: Path
+) -> None:
     timeout = 2.0 if kind == "silent" else 120.0
     with (
         pytest.raises(StartFailed, match=says) as failed,
-        launched(read_command([], f"{SERVER} {extra}"), frozenset(), tmp_path / "log", timeout=timeout),
+        launched(
+            read_command([], f"{SERVER} {extra}"), frozenset(), tmp_path / "log", timeout=timeout
+        ),
     ):
         pass
     assert failed.value.kind == kind
@@ -83,11 +93,16 @@ def test_too_little_room_for_logs_is_said_before_a_launch(monkeypatch: pytest.Mo
     assert failed.value.finding_id == "server.disk_full"
 
 
-def test_a_disk_that_fills_up_ends_the_doctor_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_ends_the_doctor_with_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = ["mount", "-t", "tmpfs", "-o", "size=90m", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mounted, capture_output=True, check=False).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(mounted, capture_output=True, check=False).returncode
+    ):
         pytest.skip("a small file system cannot be mounted here")
     try:
         monkeypatch.setenv("ASSAY_CACHE", str(disk))
@@ -128,7 +143,10 @@ def test_an_adapter_is_compared_with_its_base_on_one_server(tmp_path: Path) -> N
     for extra, differ in (("", 6), (" --ignored", 0)):
         command = read_command([], f"{SERVER} --lora-modules mine{extra}")
         with launched(command, frozenset(), tmp_path / "log", timeout=120) as running:
-            assert _beside_base(running.url, "mine", None) == {"adapter_asked": 6, "adapter_differ": differ}
+            assert _beside_base(running.url, "mine", None) == {
+                "adapter_asked": 6,
+                "adapter_differ": differ,
+            }
 
 
 def test_to_find_out_what_a_server_can_do_takes_nothing_of_the_questions(
@@ -140,7 +158,9 @@ def test_to_find_out_what_a_server_can_do_takes_nothing_of_the_questions(
     whole = ServerEngine.describe
     monkeypatch.setattr(ServerEngine, "describe", lambda engine: (time.sleep(4), whole(engine))[1])
     with launched(read_command([], SERVER), frozenset(), tmp_path / "log", timeout=30) as running:
-        seen = measure(running.url, Measure(3.0, 8, tools=False), 0, (), None, kinds=(), log=running.log)
+        seen = measure(
+            running.url, Measure(3.0, 8, tools=False), 0, (), None, kinds=(), log=running.log
+        )
     assert {"burst", "france", "story"} <= {p.name for p in seen.record.probes if p.samples}
 
 
@@ -148,8 +168,12 @@ def test_a_baseline_that_is_broken_beyond_doubt_is_asked_no_more(tmp_path: Path)
     from assay.serving.symptoms import Measure, Observation, measure, see
 
     def asked(extra: str) -> Observation:
-        with launched(read_command([], SERVER + extra), frozenset(), tmp_path / "log", timeout=30) as running:
-            return measure(running.url, Measure(20.0, 24, tools=False), 0, (), None, kinds=(), log=running.log)
+        with launched(
+            read_command([], SERVER + extra), frozenset(), tmp_path / "log", timeout=30
+        ) as running:
+            return measure(
+                running.url, Measure(20.0, 24, tools=False), 0, (), None, kinds=(), log=running.log
+            )
 
     broken, whole = asked(" --broken"), asked("")
     assert see(broken, None).certain and not broken.record.timed and whole.record.timed
@@ -161,7 +185,9 @@ def test_the_budget_does_not_run_while_another_doctor_is_waited_for() -> None:
     from assay.progress import NO_PROGRESS
     from assay.serving.doctor import Doctor
 
-    options = DoctorOptions(command_template=SERVER, seconds=3.0, budget=1.0, fault_rate=1.0, ladder=False)
+    options = DoctorOptions(
+        command_template=SERVER, seconds=3.0, budget=1.0, fault_rate=1.0, ladder=False
+    )
     doctor = Doctor(read_command(["--harmless-a", "1"], SERVER), options, NO_PROGRESS)
     doctor.until = 0.0  # as if the wait had taken all of it
     found = doctor.run()
@@ -202,10 +228,29 @@ def test_the_head_of_a_long_log_is_kept_too(tmp_path: Path) -> None:
 def test_an_interrupt_in_a_later_stage_keeps_what_was_measured(starts: int, tmp_path: Path) -> None:
     mark = f"mark-{os.getpid()}-later-{starts}"
     command = [
-        sys.executable, "-m", "assay", "doctor", "--json", str(tmp_path / "report.json"), "--budget", "2", "--seconds", "5",
-        "--no-tools", "--fault-rate", "1", "--command-template", f"{SERVER} --spawn {mark}", "--",
-        "--harmless-a", "1", "--kv", "fp8", "--harmless-b", "2",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "assay",
+        "doctor",
+        "--json",
+        str(tmp_path / "report.json"),
+        "--budget",
+        "2",
+        "--seconds",
+        "5",
+        "--no-tools",
+        "--fault-rate",
+        "1",
+        "--command-template",
+        f"{SERVER} --spawn {mark}",
+        "--",
+        "--harmless-a",
+        "1",
+        "--kv",
+        "fp8",
+        "--harmless-b",
+        "2",
+    ]
     doctor = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert doctor.stderr is not None
     try:
@@ -255,11 +300,18 @@ def test_the_live_table_shows_starts_symptoms_and_the_time_left() -> None:
         doctor.now = "with --kv, start 2: asking"
         seen.extend((drawn(doctor, 40), drawn(doctor, 8)))
 
-    options = DoctorOptions(command_template=SERVER, seconds=5.0, budget=2.0, fault_rate=1.0, ladder=False, tools=False)
+    options = DoctorOptions(
+        command_template=SERVER, seconds=5.0, budget=2.0, fault_rate=1.0, ladder=False, tools=False
+    )
     run_doctor(["--harmless-a", "1", "--kv", "fp8"], options, NO_PROGRESS, watch)
     full, low = seen
     lines = full.splitlines()
-    assert all(len(line.rstrip()) <= 100 for line in lines) and lines[0].split()[0] == "configuration"
-    assert any(line.startswith("with --kv") and "floods" in line and line.rstrip().endswith("bad") for line in lines)
+    assert (
+        all(len(line.rstrip()) <= 100 for line in lines) and lines[0].split()[0] == "configuration"
+    )
+    assert any(
+        line.startswith("with --kv") and "floods" in line and line.rstrip().endswith("bad")
+        for line in lines
+    )
     assert "asking (4 starts so far," in lines[-1] and lines[-1].rstrip().endswith("left)")
     assert len(low.splitlines()) < len(lines) and "\nbaseline" not in low

@@ -1,4 +1,6 @@
-"""Starts of the doctor on a real Ray cluster of two nodes on this machine: the same report, and what gets lost on the way."""
+"""Starts of the doctor on a real Ray cluster of two nodes on this machine: the same report, and
+what gets lost on the way.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,25 @@ from engines.test_ray import Cluster, cluster, wait_for_nodes  # noqa: F401
 from serving.asking import SERVER, marked
 
 
-def diagnose(*words: str, progress: Progress = NO_PROGRESS, template: str = SERVER, **options: Any) -> Report:
+def diagnose(
+    *words: str, progress: Progress = NO_PROGRESS, template: str = SERVER, **options: Any
+) -> Report:
     short = {"seconds": 5.0, "budget": 4.0, "fault_rate": 1.0, "ladder": False, "tools": False}
-    return run_doctor(words, DoctorOptions(command_template=template, **{**short, **options}), progress)
+    return run_doctor(
+        words, DoctorOptions(command_template=template, **{**short, **options}), progress
+    )
 
 
 def findings(report: Report) -> Any:
     """What the doctor says, without clocks."""
     found = report.results
     starts = [(s["settings"], s["state"], s["resumed"]) for s in found["starts"]]
-    return report.exit_code, found["guilty_sets"], [(s["name"], s["role"]) for s in found["settings"]], starts
+    return (
+        report.exit_code,
+        found["guilty_sets"],
+        [(s["name"], s["role"]) for s in found["settings"]],
+        starts,
+    )
 
 
 class Lines:
@@ -82,7 +93,9 @@ def test_as_many_starts_are_ahead_as_a_decision_needs_whatever_they_show() -> No
     for tally in (Tally(), Tally(good=1), Tally(bad=1, good=3), Tally(cannot=1), Tally(unclear=2)):
         count = steps(varying, tally)
         shorter = range(1, count)
-        both = [varying.decide(tally.bad + b, tally.good + n - b) for n in shorter for b in range(n + 1)]
+        both = [
+            varying.decide(tally.bad + b, tally.good + n - b) for n in shorter for b in range(n + 1)
+        ]
         assert set(both) <= {"undecided"}
     assert steps(varying, Tally(unclear=2)) == 1
 
@@ -103,7 +116,9 @@ def test_what_a_command_reads_is_told_from_what_it_writes(tmp_path: Path) -> Non
     model.mkdir()
     for file in (script, log, model / "config.json"):
         file.write_text("{}")
-    found = of_command(["python3", str(script), "--log", str(log), f'--spec={{"model": "{model}"}}'], None)
+    found = of_command(
+        ["python3", str(script), "--log", str(log), f'--spec={{"model": "{model}"}}'], None
+    )
     assert sorted(found["files"]) == [f"{model}: config.json", f"{script}: serve.py"]
     assert found["programs"]["python3"]
     with pytest.raises(UsageError, match="Ray chooses the GPUs"):
@@ -118,7 +133,10 @@ def test_the_report_is_the_same_and_starts_that_are_needed_run_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     two_nodes(cluster)
-    for words, more in ((("--harmless-a", "1"), {"fault_rate": 0.7}), (("--harmless-a", "1", "--kv", "fp8"), {})):
+    for words, more in (
+        (("--harmless-a", "1"), {"fault_rate": 0.7}),
+        (("--harmless-a", "1", "--kv", "fp8"), {}),
+    ):
         found, lines = [], Lines()
         for where in ("", cluster.address):
             monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / f"{len(words)} {where}"))
@@ -127,7 +145,9 @@ def test_the_report_is_the_same_and_starts_that_are_needed_run_at_the_same_time(
         assert found[0] == found[1]
         assert report.environment["cluster"]["workers"] == 2
         # Three good starts of the given command are needed: the second and the third ran together.
-        assert any("starts 2 to 3: at the same time" in line for line in lines.lines) == ("fault_rate" in more)
+        assert any("starts 2 to 3: at the same time" in line for line in lines.lines) == (
+            "fault_rate" in more
+        )
     assert found[0][:2] == (1, [["--kv"]])
 
 
@@ -139,10 +159,15 @@ def test_a_lost_worker_takes_its_server_along_and_its_start_is_repeated(cluster:
 
     def kill() -> None:
         def later() -> None:
-            while len(marked(mark)) < 4:  # two processes that supervise, the server, and what it started
+            while (
+                len(marked(mark)) < 4
+            ):  # two processes that supervise, the server, and what it started
                 time.sleep(0.05)
             seen.extend(marked(mark))
-            parents = {int((Path("/proc") / str(p) / "stat").read_text().rpartition(")")[2].split()[1]) for p in seen}
+            parents = {
+                int((Path("/proc") / str(p) / "stat").read_text().rpartition(")")[2].split()[1])
+                for p in seen
+            }
             for pid in parents & set(workers()):
                 os.kill(pid, signal.SIGKILL)
 
@@ -154,8 +179,15 @@ def test_a_lost_worker_takes_its_server_along_and_its_start_is_repeated(cluster:
     assert report.exit_code == 0 and report.environment["cluster"]["lost"] == 1
     assert [s["resumed"] for s in report.results["starts"]] == [False, False]
     assert "fidelity.worker_lost" in {f.id for f in report.findings}
-    assert any(line.startswith("lost a worker on node ") and "its start is repeated" in line for line in lines.lines)
-    assert len(seen) >= 4 and gone(lambda: [p for p in marked(mark) if p in seen]) and gone(lambda: marked(mark))
+    assert any(
+        line.startswith("lost a worker on node ") and "its start is repeated" in line
+        for line in lines.lines
+    )
+    assert (
+        len(seen) >= 4
+        and gone(lambda: [p for p in marked(mark) if p in seen])
+        and gone(lambda: marked(mark))
+    )
 
 
 @pytest.mark.engine
@@ -178,7 +210,10 @@ def test_an_interrupted_doctor_goes_on_without_ray_and_leaves_nothing(cluster: C
     assert first.interrupted and first.results["launches"] == 1
     assert gone(lambda: marked(mark)) and gone(workers)
     second = diagnose("--harmless-a", "1", template=template)
-    assert second.exit_code == 0 and [s["resumed"] for s in second.results["starts"]] == [True, False]
+    assert second.exit_code == 0 and [s["resumed"] for s in second.results["starts"]] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.engine
@@ -188,7 +223,11 @@ def test_a_node_with_another_version_of_a_file_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     two_nodes(cluster)
-    monkeypatch.setattr("assay.serving.elsewhere.of_command", lambda *of: {"programs": {"python": "1"}, "files": {}})
-    with pytest.raises(AssayError, match=r"node \S+ \(\w{8}\) has another set-up than this machine") as error:
+    monkeypatch.setattr(
+        "assay.serving.elsewhere.of_command", lambda *of: {"programs": {"python": "1"}, "files": {}}
+    )
+    with pytest.raises(
+        AssayError, match=r"node \S+ \(\w{8}\) has another set-up than this machine"
+    ) as error:
         diagnose("--harmless-a", "1", ray=cluster.address)
     assert error.value.finding_id == "fidelity.other_setup" and gone(workers)

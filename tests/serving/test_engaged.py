@@ -1,4 +1,6 @@
-"""Did a setting take effect? On lines that real engines wrote, and on what a failing baseline is held against."""
+"""Did a setting take effect? On lines that real engines wrote, and on what a failing baseline is
+held against.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ CPU = "(Worker pid=1) INFO 11-29 [cpu.py:178] Cannot use FLASH_ATTN backend on C
 GPU = "(EngineCore pid=2) INFO 11-29 [cuda.py:446] Using FLASH_ATTN backend."
 
 
-@pytest.mark.parametrize(("log", "took"), [(CPU, False), (GPU, True), ("Using TRITON_ATTN backend.", None), ("", None)])
+@pytest.mark.parametrize(
+    ("log", "took"), [(CPU, False), (GPU, True), ("Using TRITON_ATTN backend.", None), ("", None)]
+)
 def test_an_attention_backend_is_taken_refused_or_not_named(log: str, took: bool | None) -> None:
     command = read_command(["vllm", "serve", "m", "--attention-backend", "FLASH_ATTN"])
     assert engaged(command.settings[0], Observation(log=log), None).yes is took
@@ -35,11 +39,23 @@ def test_an_attention_backend_is_taken_refused_or_not_named(log: str, took: bool
         ("WARNING [vllm.py:1727] Inductor compilation was disabled by user settings", False),
     ],
 )
-def test_an_option_with_override_in_its_name_is_not_ignored_for_that(line: str, ignored: bool) -> None:
+def test_an_option_with_override_in_its_name_is_not_ignored_for_that(
+    line: str, ignored: bool
+) -> None:
     command = read_command(
-        ["vllm", "serve", "m", "--enforce-eager", "--no-enable-prefix-caching", "--hf-overrides", "{}"]
+        [
+            "vllm",
+            "serve",
+            "m",
+            "--enforce-eager",
+            "--no-enable-prefix-caching",
+            "--hf-overrides",
+            "{}",
+        ]
     )
-    assert engaged(command.settings[0], Observation(log=line), None).yes is (False if ignored else None)
+    assert engaged(command.settings[0], Observation(log=line), None).yes is (
+        False if ignored else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +102,12 @@ def test_a_failing_baseline_is_laid_to_the_checkpoint_or_to_the_engine(
     if grade:
         worst = Verdict.FAIL if grade == "REJECT" else Verdict.PASS
         found.checkpoint.append(
-            Report("compare", worst, findings=error, results={"grade": grade, "dppl_pct": {"value": 0.25}})
+            Report(
+                "compare",
+                worst,
+                findings=error,
+                results={"grade": grade, "dppl_pct": {"value": 0.25}},
+            )
         )
         found.compared_itself = itself
     assert fault_of(found) == fault
@@ -94,19 +115,26 @@ def test_a_failing_baseline_is_laid_to_the_checkpoint_or_to_the_engine(
     (finding,) = (f for f in report.findings if f.id == "server.baseline_fails")
     named = {"checkpoint": "checkpoint is at fault", "engine": "engine is at fault"}
     assert named.get(fault, "checkpoint, or the engine, is at fault") in report.summary
-    assert report.results["fault"] == (fault or None) and finding.evidence["fault"] == (fault or None)
+    assert report.results["fault"] == (fault or None) and finding.evidence["fault"] == (
+        fault or None
+    )
     if grade:
         assert f"compare with transformers: {grade}, perplexity +0.25 %" in finding.detail
 
 
 def test_a_command_is_read_without_what_asks_a_server(tmp_path: Path) -> None:
     code = (
-        "import sys, assay; assay.doctor(['vllm', 'serve', sys.argv[1], '--kv-cache-dtype', 'fp8'], lint=True); "
-        "slow = ('torch', 'transformers', 'httpx', 'assay.coherence', 'assay.engines.server', 'assay.serving.doctor'); "
-        "print([name for name in slow if name in sys.modules])"
+        "import sys, assay; assay.doctor(['vllm', 'serve', sys.argv[1], '--kv-cache-dtype', 'fp8'],"
+        " lint=True); slow = ('torch', 'transformers', 'httpx', 'assay.coherence',"
+        " 'assay.engines.server', 'assay.serving.doctor'); print([name for name in slow if name in"
+        " sys.modules])"
     )
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

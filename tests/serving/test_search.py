@@ -49,7 +49,9 @@ def test_the_likeliest_setting_is_tried_by_itself_first() -> None:
         return "bad" if "--kv" in configuration else "good"
 
     weight = {"--kv": 6.0}.get
-    found, _ = minimal_failing_set(["--a", "--b", "--kv", "--c"], test, lambda name: weight(name, 1.0))
+    found, _ = minimal_failing_set(
+        ["--a", "--b", "--kv", "--c"], test, lambda name: weight(name, 1.0)
+    )
     assert (found, asked) == (["--kv"], [frozenset({"--kv"})])
 
 
@@ -73,7 +75,8 @@ def test_a_steady_fault_needs_one_start_and_a_rare_one_many() -> None:
     assert Rates().after(1, 0).decide(1, 0) == "bad"
     rare = Rates().after(1, 2)
     assert rare.decide(0, 1) == rare.decide(0, 3) == "undecided"
-    # One bad start in three is six times as likely by the fault as by a false alarm of 2 %; 5 % error asks for 19.
+    # One bad start in three is six times as likely by the fault as by a false alarm of 2 %; 5 %
+    # error asks for 19.
     weights = {0.98: 0.9 * 0.98 * 0.02**2, 2 / 3: 0.05 * 2 / 3 / 9, 1 / 3: 0.05 * 4 / 27}
     faulty = sum(w * rate * (1 - rate) ** 2 for rate, w in weights.items()) / sum(weights.values())
     assert 5 < faulty / (0.02 * 0.98**2) < 19
@@ -82,7 +85,9 @@ def test_a_steady_fault_needs_one_start_and_a_rare_one_many() -> None:
 
 
 @pytest.mark.parametrize("guilty", [frozenset({"--c"}), frozenset({"--a", "--e"})])
-def test_faults_of_one_start_in_three_are_found_at_the_declared_error_rates(guilty: Configuration) -> None:
+def test_faults_of_one_start_in_three_are_found_at_the_declared_error_rates(
+    guilty: Configuration,
+) -> None:
     items = ["--a", "--b", "--c", "--d", "--e"]
     wrong, runs = 0, 200
     for seed in range(runs):
@@ -121,14 +126,19 @@ def test_a_second_look_frees_a_setting_that_stood_beside_a_fault_of_most_starts(
 
     bench = Bench(together, Rates().after(1, 0), settled={frozenset(items): "bad"})
     found, proven = minimal_failing_set(items, bench.decide)
-    assert not overturned(bench, found) and (set(found), proven) == ({"--crowd", "--harmless-a"}, True)
+    assert not overturned(bench, found) and (set(found), proven) == (
+        {"--crowd", "--harmless-a"},
+        True,
+    )
 
 
 def test_a_start_that_fails_once_is_tried_again() -> None:
     outcomes: list[State] = ["cannot_run", "good", "good"]
     bench = Bench(lambda configuration, index: outcomes[index])
     assert bench.decide(frozenset({"--a"})) == "good"
-    assert Bench(lambda configuration, index: "cannot_run").decide(frozenset({"--a"})) == "cannot_run"
+    assert (
+        Bench(lambda configuration, index: "cannot_run").decide(frozenset({"--a"})) == "cannot_run"
+    )
 
 
 def test_each_symptom_names_rules_that_a_check_has() -> None:

@@ -27,7 +27,9 @@ def worth(per_position: list[int], drafts: int, cost: float = 0.1) -> Benefit:
 
 
 def test_multiplier_against_a_simulated_decoder() -> None:
-    """E(N) / T(N) is what a decoder reaches that drafts N tokens at cost c and pays one target step to verify."""
+    """E(N) / T(N) is what a decoder reaches that drafts N tokens at cost c and pays one target step
+    to verify.
+    """
     rng = np.random.default_rng(0)
     given = np.array([0.8, 0.7, 0.6, 0.5])  # acceptance given the one before
     drafts, cost = 200_000, 0.07
@@ -58,7 +60,9 @@ def test_extrapolation_never_rises(rates: list[float]) -> None:
     longer = extrapolated(rates, 16)
     assert len(longer) == 16
     assert list(longer[: len(rates)]) == rates
-    assert all(a >= b - 1e-12 for a, b in zip(longer[len(rates) - 1 :], longer[len(rates) :], strict=False))
+    assert all(
+        a >= b - 1e-12 for a, b in zip(longer[len(rates) - 1 :], longer[len(rates) :], strict=False)
+    )
     assert expected_tokens(longer, 16) <= 17
 
 
@@ -67,7 +71,11 @@ def test_measured_cost_inverts_the_model(length: float, depth: int, cost: float)
     speed = length / (1 + cost * depth)
     found = measured_cost(length, depth, Measured(speed, 0.9 * speed, 1.2 * speed))
     assert found is not None and found.ratio == pytest.approx(cost, abs=1e-9)
-    assert found.lo is not None and found.hi is not None and 0 <= found.lo <= found.ratio <= found.hi + 1e-9
+    assert (
+        found.lo is not None
+        and found.hi is not None
+        and 0 <= found.lo <= found.ratio <= found.hi + 1e-9
+    )
 
 
 def test_cost_that_no_model_explains() -> None:

@@ -13,7 +13,9 @@ from assay.speculation.spec import SpecOptions, follow
 from assay.verdict import Report
 
 
-def followed(path: Path, *steps: Callable[[], None], interrupt: bool = False) -> tuple[Report, list[str]]:
+def followed(
+    path: Path, *steps: Callable[[], None], interrupt: bool = False
+) -> tuple[Report, list[str]]:
     """Follow `path` while `steps` happen, one at each look that finds nothing new."""
     left = list(steps)
     time = [0.0]
@@ -28,7 +30,9 @@ def followed(path: Path, *steps: Callable[[], None], interrupt: bool = False) ->
         else:
             time[0] = 1e9
 
-    report = follow(str(path), SpecOptions(), seconds=1e6, say=said.append, sleep=sleep, clock=lambda: time[0])
+    report = follow(
+        str(path), SpecOptions(), seconds=1e6, say=said.append, sleep=sleep, clock=lambda: time[0]
+    )
     return report, said
 
 
@@ -44,7 +48,9 @@ def test_new_lines_are_read_as_they_come(tmp_path: Path) -> None:
     log = tmp_path / "s.log"
     log.write_text(lines.vllm_v1([80, 60], 100) + "\n")
     line = lines.vllm_v1([70, 50], 100)
-    report, said = followed(log, append(log, "noise\n"), append(log, line[:90]), append(log, line[90:] + "\n"))
+    report, said = followed(
+        log, append(log, "noise\n"), append(log, line[:90]), append(log, line[90:] + "\n")
+    )
     assert report.results["record"]["drafts"] == 200
     assert len(said) == 1 and "healthy" in said[0], "half a line is not a line"
 

@@ -16,14 +16,26 @@ from assay.speculation.record import Evidence
 from assay.speculation.spec import examine
 
 GOOD = [
-    lines.vllm_v1([8, 5], 10), lines.vllm_v1([3], 9, wording="0.8.2"), lines.vllm_v1([3], 9, wording="0.8.3"),
-    lines.vllm_v0(50, 90, 70, 3), lines.sglang(2.5, 0.5), lines.llama_request(5, 9), lines.vllm_engine(1),
-    lines.llama_statistics("draft-mtp", 4, 9, 5), "average acceptance length: 2.0 / 4",
+    lines.vllm_v1([8, 5], 10),
+    lines.vllm_v1([3], 9, wording="0.8.2"),
+    lines.vllm_v1([3], 9, wording="0.8.3"),
+    lines.vllm_v0(50, 90, 70, 3),
+    lines.sglang(2.5, 0.5),
+    lines.llama_request(5, 9),
+    lines.vllm_engine(1),
+    lines.llama_statistics("draft-mtp", 4, 9, 5),
+    "average acceptance length: 2.0 / 4",
     "Spec decode metrics: draft_acceptance_rate=0.62, system_efficiency=1.85",
     "spec-ngram: req 2 gave up (poor: verifies=8 accepted=0/8 misses=8)",
-    "Acceptance rate (%): 50", "Drafts: 10", "Draft tokens: 20", "Accepted tokens: 10", "  Position 0: 60.00",
-    "n_drafted = 10", "n_accept = 4", "eval time = 3 ms / 10 tokens ( 1 ms per token, 9 tokens per second)",
-]  # fmt: skip
+    "Acceptance rate (%): 50",
+    "Drafts: 10",
+    "Draft tokens: 20",
+    "Accepted tokens: 10",
+    "  Position 0: 60.00",
+    "n_drafted = 10",
+    "n_accept = 4",
+    "eval time = 3 ms / 10 tokens ( 1 ms per token, 9 tokens per second)",
+]
 
 
 def consistent(evidence: Evidence) -> None:
@@ -43,7 +55,11 @@ def damaged(draw: st.DrawFn) -> str:
     line = draw(st.sampled_from(GOOD))
     a = draw(st.integers(0, len(line)))
     b = draw(st.integers(a, len(line)))
-    middle = draw(st.sampled_from(["", line[a:b] * 2, "nan", "-1", "1e999", "99999999999999999999", "\x00", "%", "é"]))
+    middle = draw(
+        st.sampled_from(
+            ["", line[a:b] * 2, "nan", "-1", "1e999", "99999999999999999999", "\x00", "%", "é"]
+        )
+    )
     return line[:a] + middle + line[b:]
 
 
@@ -54,12 +70,32 @@ def test_damaged_lines(rows: list[str]) -> None:
 
 
 KEYS = [
-    "draft_n", "draft_n_accepted", "predicted_n", "draft_rounds", "timings", "meta_info", "spec_verify_ct",
-    "spec_num_correct_drafts", "spec_num_proposed_drafts", "spec_accept_histogram", "completion_tokens",
-    "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram", "num_spec_tokens",
-    "draft_count", "accept_count", "numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens",
-    "completion_tokens_details", "accepted_prediction_tokens", "rejected_prediction_tokens", "speculative_decoding",
-]  # fmt: skip
+    "draft_n",
+    "draft_n_accepted",
+    "predicted_n",
+    "draft_rounds",
+    "timings",
+    "meta_info",
+    "spec_verify_ct",
+    "spec_num_correct_drafts",
+    "spec_num_proposed_drafts",
+    "spec_accept_histogram",
+    "completion_tokens",
+    "num_spec_steps",
+    "num_draft_tokens",
+    "num_accepted_draft_tokens",
+    "acceptance_histogram",
+    "num_spec_tokens",
+    "draft_count",
+    "accept_count",
+    "numDraftTokens",
+    "numAcceptedTokens",
+    "numRequestsWithDraftTokens",
+    "completion_tokens_details",
+    "accepted_prediction_tokens",
+    "rejected_prediction_tokens",
+    "speculative_decoding",
+]
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
@@ -71,7 +107,12 @@ VALUES = st.one_of(
 
 
 @settings(max_examples=400)
-@given(st.recursive(VALUES, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.sampled_from(KEYS), v, max_size=8)))
+@given(
+    st.recursive(
+        VALUES,
+        lambda v: st.lists(v, max_size=4) | st.dictionaries(st.sampled_from(KEYS), v, max_size=8),
+    )
+)
 def test_any_document(value: Any) -> None:
     consistent(lines.read_document(value))
 
@@ -81,7 +122,13 @@ def test_any_document(value: Any) -> None:
     st.lists(
         st.tuples(
             st.sampled_from(
-                ["drafts", "draft_tokens", "accepted_tokens", 'accepted_tokens_per_pos{position="0"}', "emitted_tokens"]
+                [
+                    "drafts",
+                    "draft_tokens",
+                    "accepted_tokens",
+                    'accepted_tokens_per_pos{position="0"}',
+                    "emitted_tokens",
+                ]
             ),
             st.sampled_from(["0", "5", "1e3", "NaN", "+Inf", "-4", "x"]),
         ),

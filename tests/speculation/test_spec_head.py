@@ -86,5 +86,7 @@ def test_a_long_line_is_no_trap() -> None:
 
 
 def test_speeds_of_running_intervals_only() -> None:
-    text = "\n".join([lines.vllm_engine(0, 40.0), lines.vllm_engine(0, 0.0, 0), lines.vllm_engine(0, 44.0, 2)])
+    text = "\n".join(
+        [lines.vllm_engine(0, 40.0), lines.vllm_engine(0, 0.0, 0), lines.vllm_engine(0, 44.0, 2)]
+    )
     assert start_up(text)[1] == [40.0, 44.0]

@@ -38,13 +38,17 @@ def test_bands(per_position: list[int], drafts: int, expected: Health) -> None:
 
 
 @given(
-    st.integers(1, 3000).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(0, n).map(lambda x: x)))
+    st.integers(1, 3000).flatmap(
+        lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(0, n).map(lambda x: x))
+    )
 )
 def test_more_acceptance_is_never_worse(case: tuple[int, int, int]) -> None:
     drafts, first, other = case
     low, high = sorted((first, other))
     order = [Health.BROKEN, Health.DEGRADED, Health.INSUFFICIENT, Health.HEALTHY]
-    assert order.index(health([low, low // 2], drafts)) <= order.index(health([high, high // 2], drafts))
+    assert order.index(health([low, low // 2], drafts)) <= order.index(
+        health([high, high // 2], drafts)
+    )
 
 
 def test_one_dead_engine_of_two_is_degraded_although_the_pool_looks_fine() -> None:
@@ -55,12 +59,17 @@ def test_one_dead_engine_of_two_is_degraded_although_the_pool_looks_fine() -> No
 
 
 def test_all_engines_dead_is_broken() -> None:
-    assert assess(lines.read_metrics(lines.vllm_page({"0": (300, [0]), "1": (300, [2])}))).health is Health.BROKEN
+    assert (
+        assess(lines.read_metrics(lines.vllm_page({"0": (300, [0]), "1": (300, [2])}))).health
+        is Health.BROKEN
+    )
 
 
 def test_windows_that_disagree_widen_the_interval() -> None:
     steady = lines.read(*(lines.vllm_v1([60, 40], 100) for _ in range(8)))
-    uneven = lines.read(*(lines.vllm_v1([n, n // 2 + 10], 100) for n in (98, 20, 95, 25, 97, 22, 96, 27)))
+    uneven = lines.read(
+        *(lines.vllm_v1([n, n // 2 + 10], 100) for n in (98, 20, 95, 25, 97, 22, 96, 27))
+    )
     a, b = assess(steady), assess(uneven)
     assert a.rate and b.rate and a.rate.value == b.rate.value == pytest.approx(0.6)
     assert a.design_effect == 1.0 and b.design_effect > 30
@@ -113,7 +122,10 @@ def test_counters_that_do_not_fit_together_are_not_judged() -> None:
         "vllm:spec_decode_num_accepted_tokens_total {}\n"
     )
     judged = assess(lines.read_metrics(page.format(900)))
-    assert judged.health is Health.INSUFFICIENT and "more tokens were accepted than drafted" in judged.reason
+    assert (
+        judged.health is Health.INSUFFICIENT
+        and "more tokens were accepted than drafted" in judged.reason
+    )
     # A page is not read at one instant: a few hits too many are no contradiction.
     assert assess(lines.read_metrics(page.format(303))).health is Health.HEALTHY
 

@@ -19,7 +19,9 @@ FAST = SpecOptions(interval=0.0)
 def serving(stub: StubServer, *pages: str) -> StubServer:
     """Answer /metrics with the pages one after the other; the last stays."""
     left = list(pages)
-    return stub.on("GET /metrics", lambda e: e.send((left.pop(0) if len(left) > 1 else left[0]).encode()))
+    return stub.on(
+        "GET /metrics", lambda e: e.send((left.pop(0) if len(left) > 1 else left[0]).encode())
+    )
 
 
 def test_the_window_between_two_scrapes_is_judged() -> None:
@@ -35,15 +37,24 @@ def test_the_window_between_two_scrapes_is_judged() -> None:
 
 
 def test_a_thin_window_is_judged_with_everything_since_start() -> None:
-    before, after = lines.vllm_page({"0": (500, [400, 300])}), lines.vllm_page({"0": (503, [402, 301])})
+    before, after = (
+        lines.vllm_page({"0": (500, [400, 300])}),
+        lines.vllm_page({"0": (503, [402, 301])}),
+    )
     with StubServer() as stub:
         report = examine([serving(stub, before, after).url], FAST)
-    assert (report.results["live"]["judged"], report.results["health"]) == ("since start", "healthy")
+    assert (report.results["live"]["judged"], report.results["health"]) == (
+        "since start",
+        "healthy",
+    )
     assert any("too few" in f.title for f in report.findings)
 
 
 def test_a_restart_in_between_is_inconclusive() -> None:
-    before, after = lines.vllm_page({"0": (5000, [4500, 4000])}), lines.vllm_page({"0": (80, [70, 60])})
+    before, after = (
+        lines.vllm_page({"0": (5000, [4500, 4000])}),
+        lines.vllm_page({"0": (80, [70, 60])}),
+    )
     with StubServer() as stub:
         report = examine([serving(stub, before, after).url], FAST)
     assert report.exit_code == 3
@@ -146,7 +157,9 @@ def iterations(*accepted: int) -> str:
 def test_tensorrt_iterations_of_the_second_look_are_the_window() -> None:
     with StubServer() as stub:
         stub.on("GET /prometheus/metrics", lambda e: e.send(b"", status=404))
-        report = examine([serving(stub, iterations(0, 0), iterations(21, 24, 22, 20, 25, 23)).url], FAST)
+        report = examine(
+            [serving(stub, iterations(0, 0), iterations(21, 24, 22, 20, 25, 23)).url], FAST
+        )
     assert (report.results["record"]["drafted"], report.results["record"]["accepted"]) == (180, 135)
     assert report.results["health"] == "healthy"
 
@@ -168,7 +181,9 @@ def test_tensorrt_counters_are_preferred_to_iterations() -> None:
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/metrics", "/metrics/", "/prometheus/metrics"])
 def test_the_address_of_a_page_is_the_server_s(ending: str) -> None:
     with StubServer() as stub:
-        report = examine([serving(stub, lines.vllm_page({"0": (500, [400, 300])})).url + ending], FAST)
+        report = examine(
+            [serving(stub, lines.vllm_page({"0": (500, [400, 300])})).url + ending], FAST
+        )
     assert report.results["health"] == "healthy"
 
 
@@ -207,9 +222,12 @@ def test_a_race_takes_each_round_under_one_load(monkeypatch: pytest.MonkeyPatch)
 def test_a_baseline_server_is_raced(monkeypatch: pytest.MonkeyPatch) -> None:
     page = lines.vllm_page({"0": (500, [400, 300])})
     with StubServer() as on, StubServer() as off:
-        report = examine([serving(on, page).url], SpecOptions(interval=0.0, baseline=(off.url,), requests=6))
+        report = examine(
+            [serving(on, page).url], SpecOptions(interval=0.0, baseline=(off.url,), requests=6)
+        )
         bodies = [
-            [b.get("seed") for b in s.bodies("POST /v1/completions") if b.get("max_tokens") == 128] for s in (on, off)
+            [b.get("seed") for b in s.bodies("POST /v1/completions") if b.get("max_tokens") == 128]
+            for s in (on, off)
         ]
     assert sorted(bodies[0]) == sorted(bodies[1]) and len(bodies[0]) == 8
     found = report.results["benefit"]["measured_multiplier_interval"]

@@ -33,8 +33,12 @@ def test_a_near_tie_is_a_tie() -> None:
 
 def test_a_token_far_behind_is_real() -> None:
     assert part(text(("a", -0.1), ("y", -4.0)), OFF, noise=0.001).real
-    assert part(text(("a", -0.1), ("zzz", -0.1)), OFF, noise=0.001).real, "not even among the alternatives"
-    assert not part(text(("a", -0.1), ("y", -4.0)), OFF, noise=1.0).real, "unless the engine is that noisy"
+    assert part(text(("a", -0.1), ("zzz", -0.1)), OFF, noise=0.001).real, (
+        "not even among the alternatives"
+    )
+    assert not part(text(("a", -0.1), ("y", -4.0)), OFF, noise=1.0).real, (
+        "unless the engine is that noisy"
+    )
 
 
 def test_noise_is_measured_where_texts_agree() -> None:
@@ -72,7 +76,9 @@ def test_permutation_is_valid_under_the_null() -> None:
 class Model:
     """A stub completion endpoint: a fixed greedy text, or tokens drawn with a bias."""
 
-    def __init__(self, greedy: list[tuple[str, float]], bias: float, alternatives: dict[str, float]) -> None:
+    def __init__(
+        self, greedy: list[tuple[str, float]], bias: float, alternatives: dict[str, float]
+    ) -> None:
         self.greedy, self.bias, self.alternatives = greedy, bias, alternatives
 
     def __call__(self, e: Exchange) -> None:
@@ -80,9 +86,16 @@ class Model:
             tokens = self.greedy
         else:
             rng = np.random.default_rng(e.body["seed"])
-            tokens = [("xy"[int(rng.random() < self.bias)], math.log(0.5)) for _ in range(e.body["max_tokens"])]
+            tokens = [
+                ("xy"[int(rng.random() < self.bias)], math.log(0.5))
+                for _ in range(e.body["max_tokens"])
+            ]
         top = [{t: p, **self.alternatives} for t, p in tokens]
-        logprobs = {"tokens": [t for t, _ in tokens], "token_logprobs": [p for _, p in tokens], "top_logprobs": top}
+        logprobs = {
+            "tokens": [t for t, _ in tokens],
+            "token_logprobs": [p for _, p in tokens],
+            "top_logprobs": top,
+        }
         e.json({"choices": [{"text": "", "logprobs": logprobs}], "usage": {}})
 
 

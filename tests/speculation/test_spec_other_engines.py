@@ -44,7 +44,10 @@ class TestSglang:
         assert infer_depth(pairs) == depth
 
     def test_server_arguments_fix_the_depth(self) -> None:
-        arguments = "server_args=ServerArgs(speculative_algorithm='EAGLE', speculative_num_steps=5, tp_size=1)"
+        arguments = (
+            "server_args=ServerArgs(speculative_algorithm='EAGLE', speculative_num_steps=5,"
+            " tp_size=1)"
+        )
         record = lines.read(arguments, lines.sglang(3.5)).record
         assert record.num_speculative_tokens == 5
         assert record.acceptance_rate == pytest.approx(0.5)
@@ -55,11 +58,15 @@ class TestSglang:
         assert record.estimated
 
     def test_lengths_of_one_without_steady_growth_stay_values(self) -> None:
-        record = lines.read(lines.sglang(1.0, 0.0, tokens=500), lines.sglang(1.0, 0.0, tokens=7)).record
+        record = lines.read(
+            lines.sglang(1.0, 0.0, tokens=500), lines.sglang(1.0, 0.0, tokens=7)
+        ).record
         assert record.drafts is None
 
     def test_ranks_are_engines(self) -> None:
-        evidence = lines.read(lines.sglang(2.5, rank="DP0 TP0", stop="."), lines.sglang(1.0, rank="DP1 TP1"))
+        evidence = lines.read(
+            lines.sglang(2.5, rank="DP0 TP0", stop="."), lines.sglang(1.0, rank="DP1 TP1")
+        )
         assert set(evidence.per_engine) == {"DP0", "DP1"}
         assert assess(evidence).health is Health.DEGRADED
 
@@ -71,15 +78,30 @@ class TestSglang:
         assert record.positions == ((9, 12), (6, 12), (3, 12))
 
     def test_usage_beside_meta_info_does_not_count_twice(self) -> None:
-        usage = {"completion_tokens_details": {"accepted_prediction_tokens": 18, "rejected_prediction_tokens": 18}}
-        both = {"meta_info": {"spec_verify_ct": 12, "spec_num_correct_drafts": 18, "spec_num_proposed_drafts": 36}}
+        usage = {
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": 18,
+                "rejected_prediction_tokens": 18,
+            }
+        }
+        both = {
+            "meta_info": {
+                "spec_verify_ct": 12,
+                "spec_num_correct_drafts": 18,
+                "spec_num_proposed_drafts": 36,
+            }
+        }
         assert lines.read_document(both | {"usage": usage}).record.drafted == 36
         assert lines.read_document({"usage": usage}).record.drafted == 36
 
     def test_draft_gauges_are_left_out(self) -> None:
         page = "\n".join(
             f'sglang:spec_accept_length{{engine_type="{kind}",tp_rank="{rank}"}} {value}'
-            for kind, rank, value in (("unified", "0", 2.4), ("draft", "0", 0.0), ("unified", "1", 2.4))
+            for kind, rank, value in (
+                ("unified", "0", 2.4),
+                ("draft", "0", 0.0),
+                ("unified", "1", 2.4),
+            )
         )
         record = lines.read_metrics(page).record
         assert (record.mean_acceptance_length, record.windows) == (2.4, 1)
@@ -91,8 +113,16 @@ class TestLlamaCpp:
             lines.llama_request(30, 50), lines.llama_statistics("draft", 20, 90, 61),
             lines.llama_request(20, 50, "new"), lines.llama_statistics("draft", 40, 190, 121),
         )  # fmt: skip
-        assert (evidence.record.accepted, evidence.record.drafted, evidence.record.drafts) == (50, 100, None)
-        assert evidence.record.per_implementation["draft"] == {"accepted": 121, "drafted": 190, "drafts": 40}
+        assert (evidence.record.accepted, evidence.record.drafted, evidence.record.drafts) == (
+            50,
+            100,
+            None,
+        )
+        assert evidence.record.per_implementation["draft"] == {
+            "accepted": 121,
+            "drafted": 190,
+            "drafts": 40,
+        }
 
     def test_statistics_of_the_same_tokens_give_the_drafts(self) -> None:
         evidence = lines.read(
@@ -105,8 +135,10 @@ class TestLlamaCpp:
 
     def test_tokens_per_step_from_the_eval_line(self) -> None:
         evidence = lines.read(
-            "prompt eval time =  11.0 ms /  16 tokens (    0.7 ms per token,  1400.0 tokens per second)",
-            "       eval time =  900.0 ms /  100 tokens (    9.0 ms per token,   111.1 tokens per second)",
+            "prompt eval time =  11.0 ms /  16 tokens (    0.7 ms per token,  1400.0 tokens per"
+            " second)",
+            "       eval time =  900.0 ms /  100 tokens (    9.0 ms per token,   111.1 tokens per"
+            " second)",
             lines.llama_request(60, 100),
         )
         assert evidence.record.mean_acceptance_length is None
@@ -114,13 +146,17 @@ class TestLlamaCpp:
         assert evidence.record.generation_throughput == 111.1
 
     def test_printed_mean_length(self) -> None:
-        line = lines.llama_request(60, 100, "new", prefix="0.01.002.003 I slot print_timing: id  0 | task 4 | ")
+        line = lines.llama_request(
+            60, 100, "new", prefix="0.01.002.003 I slot print_timing: id  0 | task 4 | "
+        )
         record = lines.read(line + ", mean len =  3.50").record
         assert record.mean_acceptance_length == pytest.approx(3.5)
         assert record.drafts is None
 
     def test_command_line_tool(self) -> None:
-        record = lines.read("n_draft   = 8", "n_predict = 129", "n_drafted = 160", "n_accept  = 96").record
+        record = lines.read(
+            "n_draft   = 8", "n_predict = 129", "n_drafted = 160", "n_accept  = 96"
+        ).record
         assert (record.drafted, record.accepted, record.num_speculative_tokens) == (160, 96, 8)
         assert record.tokens_per_step == pytest.approx(129 / 33)
 
@@ -133,29 +169,48 @@ class TestLlamaCpp:
 
 class TestOthers:
     def test_mlx_rounds(self) -> None:
-        record = lines.read_document({"timings": {"draft_rounds": 20, "draft_n": 60, "draft_n_accepted": 45}}).record
+        record = lines.read_document(
+            {"timings": {"draft_rounds": 20, "draft_n": 60, "draft_n_accepted": 45}}
+        ).record
         assert record.engine == "mlx-vlm"
         assert (record.drafts, record.mean_acceptance_length) == (20, pytest.approx(3.25))
 
     def test_mlc_slot_zero_is_the_targets_own(self) -> None:
-        record = lines.read_document({"draft_count": [200, 200, 180], "accept_count": [200, 150, 90]}).record
+        record = lines.read_document(
+            {"draft_count": [200, 200, 180], "accept_count": [200, 150, 90]}
+        ).record
         assert record.positions == ((150, 200), (90, 180))
         assert record.drafted is None
 
     def test_tensorrt_iterations_are_summed(self) -> None:
         iterations = [
-            {"specDecodingStats": {"numDraftTokens": 12, "numAcceptedTokens": n, "numRequestsWithDraftTokens": 4}}
+            {
+                "specDecodingStats": {
+                    "numDraftTokens": 12,
+                    "numAcceptedTokens": n,
+                    "numRequestsWithDraftTokens": 4,
+                }
+            }
             for n in (6, 10)
         ]
         record = lines.read_document(iterations).record
-        assert (record.drafted, record.accepted, record.drafts, record.num_speculative_tokens) == (24, 16, 8, 3)
+        assert (record.drafted, record.accepted, record.drafts, record.num_speculative_tokens) == (
+            24,
+            16,
+            8,
+            3,
+        )
 
     @pytest.mark.parametrize("wrap", ["choice", "perf_metrics"])
     def test_tensorrt_requests(self, wrap: str) -> None:
         """The block as responses carry it (with a histogram) and as `/perf_metrics` does (without)."""
         own = {"acceptance_rate": 0.55, "total_accepted_draft_tokens": 33, "total_draft_tokens": 60}
         if wrap == "choice":
-            own |= {"num_spec_steps": 20, "acceptance_histogram": [5, 2, 8, 5], "num_spec_tokens": 3}
+            own |= {
+                "num_spec_steps": 20,
+                "acceptance_histogram": [5, 2, 8, 5],
+                "num_spec_tokens": 3,
+            }
             body = {"choices": [{"avg_decoded_tokens_per_iter": 2.65, "speculative_decoding": own}]}
         else:
             body = {"phases": {"server": {"first_iter": 4, "speculative_decoding": own}}}
@@ -191,12 +246,16 @@ class TestOthers:
         assert [(w.drafted, w.accepted) for w in evidence.windows] == [(900, 30), (900, 630)]
 
     def test_tensorrt_lengths_without_weights_are_not_averaged(self) -> None:
-        evidence = lines.read("average acceptance length: 2.80 / 4", "average acceptance length: 2.40 / 4")
+        evidence = lines.read(
+            "average acceptance length: 2.80 / 4", "average acceptance length: 2.40 / 4"
+        )
         assert evidence.record.mean_acceptance_length is None
         assert assess(evidence).health is Health.HEALTHY
 
     def test_guard(self) -> None:
-        evidence = lines.read("spec-ngram: req 5 gave up (acceptance-poor: verifies=9 accepted=1/9 misses=8)")
+        evidence = lines.read(
+            "spec-ngram: req 5 gave up (acceptance-poor: verifies=9 accepted=1/9 misses=8)"
+        )
         assert (evidence.record.drafts, evidence.record.accepted) == (9, 1)
         assert assess(evidence).health is Health.INSUFFICIENT
         assert any("stops drafting by itself" in note for note in evidence.record.notes)

@@ -13,7 +13,10 @@ from assay.speculation.health import Health, assess
 from assay.speculation.spec import SpecOptions, examine
 from assay.verdict import Report
 
-NGRAM = "INFO 10-11 08:29:00 [core.py:1] Initializing a V1 LLM engine (v0.11.0) with config: speculative_config=SpeculativeConfig(method='ngram', model=None, num_spec_tokens=4),"
+NGRAM = (
+    "INFO 10-11 08:29:00 [core.py:1] Initializing a V1 LLM engine (v0.11.0) with config:"
+    " speculative_config=SpeculativeConfig(method='ngram', model=None, num_spec_tokens=4),"
+)
 SELDOM = [30, 24, 14, 8]
 """Accepted at each position, of 36 drafts; 76 in all."""
 
@@ -34,10 +37,15 @@ def seldom_reply() -> str:
         "num_spec_steps": 36, "num_draft_tokens": 144, "num_accepted_draft_tokens": 76,
         "acceptance_histogram": [6, 6, 10, 6, 8], "num_spec_tokens": 4,
     }  # fmt: skip
-    return json.dumps({"usage": {"completion_tokens": 927}, "metrics": {"speculative_decoding": own}})
+    return json.dumps(
+        {"usage": {"completion_tokens": 927}, "metrics": {"speculative_decoding": own}}
+    )
 
 
-STATISTICS = "statistics ngram-simple: #calls(b,g,a) = 20 851 36, #gen drafts = 36, #acc drafts = 30, #gen tokens = 144, #acc tokens = 76, dur(b,g,a) = 0.1, 0.2, 0.3 ms\n"
+STATISTICS = (
+    "statistics ngram-simple: #calls(b,g,a) = 20 851 36, #gen drafts = 36, #acc drafts = 30, #gen"
+    " tokens = 144, #acc tokens = 76, dur(b,g,a) = 0.1, 0.2, 0.3 ms\n"
+)
 SOURCES = {
     "page": lines.vllm_page({"0": (36, SELDOM)}, {"0": 927}),
     "reply": seldom_reply(),
@@ -77,7 +85,12 @@ def test_a_log_that_does_not_name_its_method_is_warned_about(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("drafts", "accepted", "generated", "health"),
     [
-        (400, [380, 360, 340, 300], 2600, Health.HEALTHY),  # 1.2 of the steps' tokens come free: 2.1 a step
+        (
+            400,
+            [380, 360, 340, 300],
+            2600,
+            Health.HEALTHY,
+        ),  # 1.2 of the steps' tokens come free: 2.1 a step
         (400, [100, 50, 20, 10], 2000, Health.DEGRADED),  # 1.1 a step
         (25, [23, 22, 21, 20], 500, Health.INSUFFICIENT),  # 1.21 a step, over 25 drafts
         (300, [0, 0, 0, 0], 2000, Health.BROKEN),
@@ -126,13 +139,19 @@ def test_a_measured_gain_within_its_error() -> None:
 
 
 def test_position_0_from_lifetime_statistics() -> None:
-    """A request that is too thin, and statistics that count the drafts whose first token was accepted."""
+    """A request that is too thin, and statistics that count the drafts whose first token was
+    accepted.
+    """
     rows = [
         lines.llama_request(70, 900),
-        "statistics dflash: #calls(b,g,a) = 4 600 380, #gen drafts = 600, #acc drafts = 380, #gen tokens = 9000, "
-        "#acc tokens = 700, dur(b,g,a) = 0.1, 0.2, 0.3 ms",
+        (
+            "statistics dflash: #calls(b,g,a) = 4 600 380, #gen drafts = 600, #acc drafts = 380,"
+            " #gen tokens = 9000, #acc tokens = 700, dur(b,g,a) = 0.1, 0.2, 0.3 ms"
+        ),
     ]
-    evidence = lines.read("eval time = 900.0 ms /   130 tokens (  9.0 ms per token,  111.1 tokens per second)", *rows)
+    evidence = lines.read(
+        "eval time = 900.0 ms /   130 tokens (  9.0 ms per token,  111.1 tokens per second)", *rows
+    )
     found = assess(evidence)
     assert (found.health, found.basis) == (Health.HEALTHY, "position 0, since start")
     assert found.rate is not None and found.rate.value == pytest.approx(380 / 600)
@@ -180,6 +199,8 @@ CONFIG = "speculative_config=SpeculativeConfig(method='mtp', model='x', num_spec
         ([CONFIG.format(3), CONFIG.format(5), lines.vllm_v1([80, 60, 40], 100)], None, False),
     ],
 )
-def test_depth_against_what_was_asked(rows: list[str], asked: int | None, wrong: bool, tmp_path: Path) -> None:
+def test_depth_against_what_was_asked(
+    rows: list[str], asked: int | None, wrong: bool, tmp_path: Path
+) -> None:
     report = report_of(tmp_path, "\n".join(rows) + "\n", num_speculative_tokens=asked)
     assert ("speculation.k_mismatch" in [f.id for f in report.findings]) == wrong

@@ -13,9 +13,10 @@ from assay.speculation.benefit import Change, predict, read_change
 from assay.speculation.spec import SpecOptions, examine
 
 LINE = (
-    "(EngineCore_DP0 pid=7) INFO 11-29 09:00:00 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.20, "
-    "Accepted throughput: 12.00 tokens/s, Drafted throughput: 40.00 tokens/s, Accepted: 1200 tokens, Drafted: 4000 tokens, "
-    "Per-position acceptance rate: 0.600, 0.350, 0.170, 0.080, Avg Draft acceptance rate: 30.0%"
+    "(EngineCore_DP0 pid=7) INFO 11-29 09:00:00 [metrics.py:100] SpecDecoding metrics: Mean"
+    " acceptance length: 2.20, Accepted throughput: 12.00 tokens/s, Drafted throughput: 40.00"
+    " tokens/s, Accepted: 1200 tokens, Drafted: 4000 tokens, Per-position acceptance rate: 0.600,"
+    " 0.350, 0.170, 0.080, Avg Draft acceptance rate: 30.0%"
 )
 
 
@@ -37,7 +38,8 @@ def test_the_constants_are_those_that_were_measured() -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
     assert pytest.approx(result["beta"], abs=0.006) == module.BETA
     first, length = (
-        max(e[name]["max"] for e in result["not_fitted"].values()) for name in ("position_0", "tokens_per_step")
+        max(e[name]["max"] for e in result["not_fitted"].values())
+        for name in ("position_0", "tokens_per_step")
     )
     assert module.ERROR is not None and module.LENGTH_ERROR is not None
     assert first <= module.ERROR <= first + 0.001
@@ -45,10 +47,14 @@ def test_the_constants_are_those_that_were_measured() -> None:
     assert max(case["tv"] for case in result["cases"]) >= module.FITTED_TO
 
 
-def test_no_change_predicts_what_is_there_and_more_change_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_change_predicts_what_is_there_and_more_change_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "BETA", 0.7)
     shares = (0.6, 0.35, 0.17)
-    lengths = [predict(shares, Change(tv, True, "")).tokens_per_step for tv in (0.0, 0.02, 0.1, 0.3, 1.0)]
+    lengths = [
+        predict(shares, Change(tv, True, "")).tokens_per_step for tv in (0.0, 0.02, 0.1, 0.3, 1.0)
+    ]
     assert lengths[0] == pytest.approx(1 + sum(shares))
     assert lengths == sorted(lengths, reverse=True) and lengths[-1] >= 1.0  # at a β above 0
     # Each position loses the same share, given the ones before it.
@@ -58,13 +64,16 @@ def test_no_change_predicts_what_is_there_and_more_change_less(monkeypatch: pyte
 
 def test_the_distance_is_read_from_a_comparison(tmp_path: Path) -> None:
     assert read_change("0.04") == Change(0.04, True, "given")
-    assert read_change(str(compare_result(tmp_path, tv={"mean": 0.03}, kld={"mean": 0.5}))).tv == 0.03
+    assert (
+        read_change(str(compare_result(tmp_path, tv={"mean": 0.03}, kld={"mean": 0.5}))).tv == 0.03
+    )
     bound = read_change(str(compare_result(tmp_path, tv={"mean": None}, kld={"mean": 0.02})))
     assert (bound.tv, bound.exact) == (pytest.approx(0.1), False)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("1.5", "between 0 and 1"), ("nan", "between 0 and 1"), ("no-such.json", "cannot be read")]
+    ("text", "said"),
+    [("1.5", "between 0 and 1"), ("nan", "between 0 and 1"), ("no-such.json", "cannot be read")],
 )
 def test_what_gives_no_distance_is_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
@@ -80,7 +89,9 @@ def test_a_file_that_is_no_comparison_is_refused(tmp_path: Path) -> None:
 
 
 def test_spec_shows_the_prediction_beside_what_is_there(log: Path, tmp_path: Path) -> None:
-    report = examine([str(log)], SpecOptions(predict=str(compare_result(tmp_path, tv={"mean": 0.05}))))
+    report = examine(
+        [str(log)], SpecOptions(predict=str(compare_result(tmp_path, tv={"mean": 0.05})))
+    )
     found = report.results["prediction"]
     assert found["positions"][0] == pytest.approx(0.6 * (1 - module.BETA * 0.05))
     assert report.blocks[0].title == "Predicted beside the changed target"
@@ -90,7 +101,9 @@ def test_spec_shows_the_prediction_beside_what_is_there(log: Path, tmp_path: Pat
 def test_a_change_beyond_what_was_measured_is_said(log: Path) -> None:
     report = examine([str(log)], SpecOptions(predict="0.9"))
     assert "speculation.prediction" in [f.id for f in report.findings]
-    assert "speculation.prediction" not in [f.id for f in examine([str(log)], SpecOptions(predict="0.01")).findings]
+    assert "speculation.prediction" not in [
+        f.id for f in examine([str(log)], SpecOptions(predict="0.01")).findings
+    ]
 
 
 def test_a_source_without_positions_cannot_be_predicted(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
-"""What llama.cpp's own server really wrote: log, `/metrics` and responses of SmolLM2 with drafts in known states.
+"""What llama.cpp's own server really wrote: log, `/metrics` and responses of SmolLM2 with drafts in
+known states.
 
-Recorded by benchmarks/spec_llama_cpp.py; paths are replaced, and of each response only `timings` is kept.
+Recorded by benchmarks/spec_llama_cpp.py; paths are replaced, and of each response only `timings` is
+kept.
 """
 
 from __future__ import annotations
@@ -28,10 +30,16 @@ def record(name: str) -> Record:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_log_page_and_responses_agree_to_the_token(run: str) -> None:
-    before, after = ((DATA / f"llama_cpp_{run}.{kind}").read_text() for kind in ("before.prom", "prom"))
+    before, after = (
+        (DATA / f"llama_cpp_{run}.{kind}").read_text() for kind in ("before.prom", "prom")
+    )
     window = between(before, after, 1.0).window.record
     log, responses = record(f"{run}.log"), record(f"{run}.json")
-    assert (log.drafted, log.accepted) == (responses.drafted, responses.accepted) == (window.drafted, window.accepted)
+    assert (
+        (log.drafted, log.accepted)
+        == (responses.drafted, responses.accepted)
+        == (window.drafted, window.accepted)
+    )
     assert window.positions is not None and sum(a for a, _ in window.positions) == window.accepted
     # The log prints lengths with two decimals, the page counts drafts.
     assert log.tokens_per_step == pytest.approx(window.tokens_per_step, abs=0.01)
@@ -66,7 +74,8 @@ def test_a_live_llama_cpp_agrees_with_its_log_and_its_responses(tmp_path: Path) 
         pytest.skip("llama.cpp is not built (benchmarks/build_llama_cpp.sh)")
     target = tmp_path / "drafting.gguf"
     target.symlink_to(gguf_of(SMOLLM2))
-    # Threads that spin stall on shared cores; repacked weights need instructions that some virtual machines forbid.
+    # Threads that spin stall on shared cores; repacked weights need instructions that some virtual
+    # machines forbid.
     arguments = [
         "--threads",
         "1",
@@ -88,5 +97,9 @@ def test_a_live_llama_cpp_agrees_with_its_log_and_its_responses(tmp_path: Path) 
             window = between(before, client.get("/metrics").text, 1.0).window.record
         report = examine([str(server.log)])
     own, log = combine(responses.settled()).record, report.results["record"]
-    assert (own.drafted, own.accepted) == (window.drafted, window.accepted) == (log["drafted"], log["accepted"])
+    assert (
+        (own.drafted, own.accepted)
+        == (window.drafted, window.accepted)
+        == (log["drafted"], log["accepted"])
+    )
     assert own.drafted and own.accepted and own.accepted >= 0.8 * own.drafted

@@ -38,7 +38,9 @@ def test_log_and_page_agree_to_the_token(run: str) -> None:
 
 @pytest.mark.parametrize("run", ["self", "ngram"])
 def test_responses_agree_with_the_window_between_the_pages(run: str) -> None:
-    before, after = ((DATA / f"vllm_0_32_{run}.{kind}").read_text() for kind in ("before.prom", "prom"))
+    before, after = (
+        (DATA / f"vllm_0_32_{run}.{kind}").read_text() for kind in ("before.prom", "prom")
+    )
     window, responses = between(before, after, 1.0).window.record, record(f"{run}.json")
     assert (window.drafts, window.drafted, window.accepted) == (
         responses.drafts, responses.drafted, responses.accepted,
@@ -107,8 +109,15 @@ def test_a_live_server_its_log_and_its_responses_agree() -> None:
             before = page()
             responses = Reading()
             for prompt in PROMPTS[:3]:
-                body = {"model": "speculating", "prompt": prompt, "max_tokens": 48, "temperature": 0}
-                responses.document(client.post("/v1/completions", json=body).raise_for_status().json())
+                body = {
+                    "model": "speculating",
+                    "prompt": prompt,
+                    "max_tokens": 48,
+                    "temperature": 0,
+                }
+                responses.document(
+                    client.post("/v1/completions", json=body).raise_for_status().json()
+                )
             window = between(before, page(), 1.0).window.record
             assert counts(window) == counts(combine(responses.settled()).record)
             assert window.drafts and window.drafts > 30

@@ -48,7 +48,12 @@ def log(tmp_path: Path, *rows: str, name: str = "server.log") -> str:
     ],
 )
 def test_exit_codes(
-    row: str, code: int, health: str, finding: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    row: str,
+    code: int,
+    health: str,
+    finding: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     found, out = spec(capsys, log(tmp_path, row))
     assert (found, out["results"]["health"]) == (code, health)
@@ -57,8 +62,13 @@ def test_exit_codes(
     assert ("error" in [f["severity"] for f in out["findings"]]) == (code == 1)
 
 
-SAMPLED = lines.vllm_v1([8440, 3600, 1600, 800], 20_000)  # a sound head, greedy drafts, temperature 0.7
-DEFAULTS = "INFO Default vLLM sampling parameters have been overridden by the model's `generation_config.json`: `{'temperature': 0.6, 'top_p': 0.9}`"
+SAMPLED = lines.vllm_v1(
+    [8440, 3600, 1600, 800], 20_000
+)  # a sound head, greedy drafts, temperature 0.7
+DEFAULTS = (
+    "INFO Default vLLM sampling parameters have been overridden by the model's"
+    " `generation_config.json`: `{'temperature': 0.6, 'top_p': 0.9}`"
+)
 
 
 def test_a_head_that_works_is_not_accused_of_what_sampling_does(
@@ -66,9 +76,14 @@ def test_a_head_that_works_is_not_accused_of_what_sampling_does(
 ) -> None:
     code, out = spec(capsys, log(tmp_path, SAMPLED))
     (found,) = [f for f in out["findings"] if f["severity"] == "error"]
-    assert (code, out["results"]["health"], found["id"]) == (1, "degraded", "speculation.low_acceptance")
+    assert (code, out["results"]["health"], found["id"]) == (
+        1,
+        "degraded",
+        "speculation.low_acceptance",
+    )
     assert "works" in found["title"] and found["causes"][0].startswith("the text is sampled")
-    # The temperature that a log names comes first among the causes, and is not held against the run.
+    # The temperature that a log names comes first among the causes, and is not held against the
+    # run.
     _, out = spec(capsys, log(tmp_path, DEFAULTS, SAMPLED))
     (found,) = [f for f in out["findings"] if f["severity"] == "error"]
     assert "temperature 0.6" in found["causes"][0] and out["results"]["health"] == "degraded"
@@ -85,7 +100,11 @@ def test_a_head_that_works_is_not_accused_of_what_sampling_does(
     ],
 )
 def test_with_its_temperature_a_run_is_judged_by_what_sound_heads_reach_there(
-    temperature: str, counts: list[int], health: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    temperature: str,
+    counts: list[int],
+    health: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     row = lines.vllm_v1(counts, 20_000)
     _, out = spec(capsys, log(tmp_path, row), "--temperature", temperature)
@@ -100,9 +119,16 @@ def test_with_its_temperature_a_run_is_judged_by_what_sound_heads_reach_there(
 def test_record_has_the_promised_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out = spec(capsys, log(tmp_path, lines.vllm_v1([80, 50], 100), lines.vllm_v1([70, 50], 100)))
     record = out["results"]["record"]
-    assert {k: record[k] for k in ("engine", "drafted", "accepted", "drafts", "windows", "counts")} == {
-        "engine": "vllm", "drafted": 400, "accepted": 250, "drafts": 200, "windows": 2, "counts": True,
-    }  # fmt: skip
+    assert {
+        k: record[k] for k in ("engine", "drafted", "accepted", "drafts", "windows", "counts")
+    } == {
+        "engine": "vllm",
+        "drafted": 400,
+        "accepted": 250,
+        "drafts": 200,
+        "windows": 2,
+        "counts": True,
+    }
     assert record["acceptance_rate"] == pytest.approx(0.625)
     assert record["mean_acceptance_length"] == pytest.approx(2.25)
     assert record["per_position"] == pytest.approx([0.75, 0.5])
@@ -118,9 +144,17 @@ def test_unknown_values_are_null(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     "arguments",
-    [["/no/such/file.log"], [], ["x", "--lossless", "http://127.0.0.1:9"], ["a", "b", "--follow"], ["--nonsense"]],
+    [
+        ["/no/such/file.log"],
+        [],
+        ["x", "--lossless", "http://127.0.0.1:9"],
+        ["a", "b", "--follow"],
+        ["--nonsense"],
+    ],
 )
-def test_what_cannot_be_examined_is_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_examined_is_exit_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out = spec(capsys, *arguments)
     assert (code, out["verdict"]) == (2, "error")
     assert len(out["findings"]) == 1 and "\n" not in out["findings"][0]["title"]
@@ -151,7 +185,9 @@ def test_multiplier_is_measured_against_a_run_without_speculation(tmp_path: Path
     assert found["measured_multiplier"] == pytest.approx(1.8)
     assert found["cost_source"] == "measured"
     assert found["multiplier"] == pytest.approx(1.8), "the model is fitted to that one speed"
-    slow = examine([on], SpecOptions(baseline=(log(tmp_path, lines.vllm_engine(0, 120.0), name="s.log"),)))
+    slow = examine(
+        [on], SpecOptions(baseline=(log(tmp_path, lines.vllm_engine(0, 120.0), name="s.log"),))
+    )
     assert "speculation.costs_more" in [f.id for f in slow.findings]
 
 
@@ -163,9 +199,16 @@ def test_given_cost(tmp_path: Path) -> None:
 
 def test_every_output_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = log(
-        tmp_path, lines.vllm_engine(0), lines.vllm_v1([80, 50], 100), lines.vllm_engine(1), lines.vllm_v1([0, 0], 100)
+        tmp_path,
+        lines.vllm_engine(0),
+        lines.vllm_v1([80, 50], 100),
+        lines.vllm_engine(1),
+        lines.vllm_v1([0, 0], 100),
     )
-    files = {f"--{kind}": str(tmp_path / f"r.{kind}") for kind in ("html", "junit", "markdown", "prometheus")}
+    files = {
+        f"--{kind}": str(tmp_path / f"r.{kind}")
+        for kind in ("html", "junit", "markdown", "prometheus")
+    }
     code = invoke(["spec", source, *(part for pair in files.items() for part in pair)])
     assert code == 1
     out = capsys.readouterr().out
@@ -180,14 +223,20 @@ def test_a_checkpoint_is_examined_or_it_is_said_why_not(tmp_path: Path) -> None:
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text(
         json.dumps(
-            {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_nextn_predict_layers": 1}
+            {
+                "architectures": ["Qwen3NextForCausalLM"],
+                "model_type": "qwen3_next",
+                "num_nextn_predict_layers": 1,
+            }
         )
     )
     source = log(tmp_path, lines.vllm_v1([0, 0], 500))
     try:
         report = examine([source], SpecOptions(model=str(checkpoint)))
     except Exception as error:
-        assert getattr(error, "finding_id", "").startswith("checkpoint."), "a readable refusal, not a crash"
+        assert getattr(error, "finding_id", "").startswith("checkpoint."), (
+            "a readable refusal, not a crash"
+        )
         return
     ids = [f.id for f in report.findings]
     assert "speculation.head_not_examined" in ids or any(i.startswith("checkpoint.") for i in ids)
@@ -209,7 +258,9 @@ def test_options_that_make_no_sense(
 
 
 @pytest.mark.parametrize("arguments", [("-", "-"), ("-", "--baseline", "-")])
-def test_standard_input_is_read_once(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+def test_standard_input_is_read_once(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
     code, out = spec(capsys, *arguments)
     assert (code, out["findings"][0]["id"]) == (2, "speculation.usage")
     assert "read once" in out["findings"][0]["title"]

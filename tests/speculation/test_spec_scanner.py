@@ -35,7 +35,10 @@ def naive(data: bytes) -> list[bytes]:
 
 @given(
     st.lists(
-        st.sampled_from([*NOISE, b"draft acceptance = 0.5", b"#acc tokens = 4", b"  Position 3: 1.0"]), max_size=60
+        st.sampled_from(
+            [*NOISE, b"draft acceptance = 0.5", b"#acc tokens = 4", b"  Position 3: 1.0"]
+        ),
+        max_size=60,
     ),
     st.integers(64, 400),
     st.booleans(),
@@ -47,7 +50,9 @@ def test_same_lines_as_the_slow_way(rows: list[bytes], block: int, ended: bool) 
     wanted = naive(data)
     # A reader that sees only one hit at a time may take more neighbours of a summary, never fewer.
     assert [r for r in found if r in wanted or not r] == found or set(wanted) <= set(found)
-    assert sum(b"ccep" in r or b"#acc" in r for r in found) == sum(b"ccep" in r or b"#acc" in r for r in rows)
+    assert sum(b"ccep" in r or b"#acc" in r for r in found) == sum(
+        b"ccep" in r or b"#acc" in r for r in rows
+    )
 
 
 def test_small_blocks_lose_and_repeat_nothing() -> None:
@@ -62,7 +67,9 @@ def test_small_blocks_lose_and_repeat_nothing() -> None:
     whole = list(interesting_lines(io.BytesIO(data), block=1 << 20))
     for block in (997, 4096, 65_536):
         assert list(interesting_lines(io.BytesIO(data), block=block, margin=2048)) == whole
-    assert sum(b"SpecDecoding" in r for r in whole) == len([r for r in rows if b"SpecDecoding" in r])
+    assert sum(b"SpecDecoding" in r for r in whole) == len(
+        [r for r in rows if b"SpecDecoding" in r]
+    )
 
 
 def test_a_reader_may_return_less_than_asked() -> None:
@@ -71,7 +78,9 @@ def test_a_reader_may_return_less_than_asked() -> None:
             return super().readinto(memoryview(buffer)[:7])
 
     data = b"x\n" * 50 + lines.vllm_v1([4, 2], 10).encode() + b"\n" + b"y\n" * 50
-    assert any(b"SpecDecoding" in r for r in interesting_lines(Dribble(data), block=64, margin=1024))
+    assert any(
+        b"SpecDecoding" in r for r in interesting_lines(Dribble(data), block=64, margin=1024)
+    )
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"no such line", b"a" * 300_000, b"cc" * 100_000])
@@ -81,11 +90,18 @@ def test_nothing_to_find(data: bytes) -> None:
 
 def test_hit_at_the_very_start_and_end() -> None:
     assert list(interesting_lines(io.BytesIO(b"accept_rate=1\nz"))) == [b"accept_rate=1"]
-    assert list(interesting_lines(io.BytesIO(b"eval time\n#acc tokens"))) == [b"eval time", b"#acc tokens"]
+    assert list(interesting_lines(io.BytesIO(b"eval time\n#acc tokens"))) == [
+        b"eval time",
+        b"#acc tokens",
+    ]
 
 
 def test_words_that_count_nothing_are_passed_over() -> None:
-    noise = [b"INFO accepted connection from 10.0.0.1", b"> Accept: */*", b"access granted, success"]
+    noise = [
+        b"INFO accepted connection from 10.0.0.1",
+        b"> Accept: */*",
+        b"access granted, success",
+    ]
     row = lines.vllm_v1([4, 2], 10).encode()
     data = b"\n".join([*noise * 200, row, *noise * 200])
     for block in (512, 1 << 16):

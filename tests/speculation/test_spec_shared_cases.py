@@ -24,7 +24,9 @@ COUNTS = {
 }
 RATES = ("acceptance_rate", "mean_acceptance_length")
 
-pytestmark = pytest.mark.skipif(not FILES, reason="the labelled samples are not beside the repository")
+pytestmark = pytest.mark.skipif(
+    not FILES, reason="the labelled samples are not beside the repository"
+)
 
 
 def label(path: Path) -> dict[str, Any]:
@@ -41,7 +43,9 @@ def test_record(path: Path) -> None:
     for ours, theirs in COUNTS.items():
         assert getattr(record, ours) == expected[theirs], ours
     for name in RATES:
-        assert getattr(record, name) == (None if expected[name] is None else pytest.approx(expected[name], abs=1e-3))
+        assert getattr(record, name) == (
+            None if expected[name] is None else pytest.approx(expected[name], abs=1e-3)
+        )
     want = expected["per_position"]
     assert record.per_position == (None if want is None else pytest.approx(want, abs=1e-3))
     for name, own in expected.get("per_implementation", {}).items():
@@ -52,7 +56,10 @@ def test_record(path: Path) -> None:
 def test_health(path: Path) -> None:
     expected = label(path)
     report = examine([str(path)])
-    assert report.results["health"] in [expected["verdict"], *expected.get("verdict_also_acceptable", [])]
+    assert report.results["health"] in [
+        expected["verdict"],
+        *expected.get("verdict_also_acceptable", []),
+    ]
     for name, own in expected.get("per_engine", {}).items():
         found = report.results["per_engine"][name]
         assert (found["accepted"], found["drafted"]) == (own["accepted"], own["drafted"])

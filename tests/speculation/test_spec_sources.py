@@ -28,7 +28,9 @@ def record_of(*names: str) -> Record:
 
 
 def packed(data: bytes, level: int = 9) -> bytes:
-    """Compressed without the time of day: names of tests are made of it, and every process must find the same."""
+    """Compressed without the time of day: names of tests are made of it, and every process must
+    find the same.
+    """
     return gzip.compress(data, compresslevel=level, mtime=0)
 
 
@@ -67,7 +69,9 @@ def test_encodings_and_compressions(tmp_path: Path, name: str, data: bytes) -> N
         lambda row: f"vllm-1  | {row}",
         lambda row: f"2026-05-17T11:04:29.854123456Z stdout F {row}",
         lambda row: f"May 17 11:04:29 node7 vllm[4711]: {row}",
-        lambda row: json.dumps({"log": f"\x1b[36m{row}\n", "stream": "stderr", "time": "2026-05-17T11:04:29Z"}),
+        lambda row: json.dumps(
+            {"log": f"\x1b[36m{row}\n", "stream": "stderr", "time": "2026-05-17T11:04:29Z"}
+        ),
         lambda row: f"[rank0]: {row}",
     ],
     ids=["none", "ansi", "compose", "kubernetes", "journal", "docker_json", "rank"],
@@ -132,7 +136,9 @@ def test_json_in_all_its_wrappings(tmp_path: Path) -> None:
         ("cut.json", b'{"timings": {"draft_n": 40, "draft_n_accep', "source_truncated"),
     ],
 )
-def test_unreadable_sources_say_so_in_one_line(tmp_path: Path, name: str, data: bytes, finding: str) -> None:
+def test_unreadable_sources_say_so_in_one_line(
+    tmp_path: Path, name: str, data: bytes, finding: str
+) -> None:
     with pytest.raises(AssayError) as caught:
         examine([write(tmp_path / name, data)])
     assert caught.value.finding_id == f"speculation.{finding}"
@@ -176,22 +182,38 @@ def test_text_without_drafts_shows_nothing(tmp_path: Path, text: str) -> None:
     assert report.results["record"]["acceptance_rate"] is None
 
 
-REPLY = "slot print_timing: id  0 | task 0 |        eval time =     900.00 ms /    90 tokens (   10.0 ms per token,   100.00 tokens per second)"
+REPLY = (
+    "slot print_timing: id  0 | task 0 |        eval time =     900.00 ms /    90 tokens (   10.0"
+    " ms per token,   100.00 tokens per second)"
+)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "Initializing a V1 LLM engine (v0.11.0) with config: speculative_config=None, tokenizer='x'\n",
+        (
+            "Initializing a V1 LLM engine (v0.11.0) with config: speculative_config=None,"
+            " tokenizer='x'\n"
+        ),
         lines.vllm_engine(0, 40.0),
-        "[2026-03-04 10:00:00 TP0] Decode batch. #running-req: 2, #token: 400, gen throughput (token/s): 88.1, #queue-req: 0",
+        (
+            "[2026-03-04 10:00:00 TP0] Decode batch. #running-req: 2, #token: 400, gen throughput"
+            " (token/s): 88.1, #queue-req: 0"
+        ),
         REPLY,
         '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 1.0\n',
         lines.vllm_page({"0": (0, [0, 0])}),
         lines.vllm_v1([0], 0, wording="0.8.3"),
         json.dumps({"timings": {"predicted_n": 40, "predicted_per_second": 20.0}}),
         json.dumps(
-            {"usage": {"completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}}}
+            {
+                "usage": {
+                    "completion_tokens_details": {
+                        "accepted_prediction_tokens": 0,
+                        "rejected_prediction_tokens": 0,
+                    }
+                }
+            }
         ),
     ],
     ids=["configured", "vllm", "sglang", "llama", "page", "counters", "nan", "timings", "usage"],
@@ -203,13 +225,18 @@ def test_off_needs_evidence(tmp_path: Path, text: str) -> None:
 
 
 def test_configured_but_silent(tmp_path: Path) -> None:
-    text = "speculative_config=SpeculativeConfig(method='mtp', num_spec_tokens=2)\nApplication startup complete.\n"
+    text = (
+        "speculative_config=SpeculativeConfig(method='mtp', num_spec_tokens=2)\nApplication startup"
+        " complete.\n"
+    )
     report = examine([write(tmp_path / "log", text.encode())])
     assert "configured" in report.findings[0].title
     assert report.results["health"] == "insufficient"
 
 
-def test_a_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     class Broken(io.RawIOBase):
         def readable(self) -> bool:
             return True
@@ -258,7 +285,10 @@ def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
     log = write(tmp_path / "log", LOG.encode())
     alias = tmp_path / "again"
     alias.symlink_to(log)
-    assert read_files([str(log), str(alias), str(log)]).observations == read_files([str(log)]).observations
+    assert (
+        read_files([str(log), str(alias), str(log)]).observations
+        == read_files([str(log)]).observations
+    )
 
 
 WINDOWS = [lines.vllm_v1([65, 40], 100), lines.vllm_v1([60, 30], 100), lines.vllm_v1([70, 35], 100)]
@@ -294,13 +324,22 @@ def test_lines_that_a_terminal_broke(tmp_path: Path, width: int) -> None:
 
 
 def test_lines_that_were_broken_between_words(tmp_path: Path) -> None:
-    text = "\n".join("\n    ".join(textwrap.wrap(row, 90, break_long_words=False)) for row in WINDOWS)
+    text = "\n".join(
+        "\n    ".join(textwrap.wrap(row, 90, break_long_words=False)) for row in WINDOWS
+    )
     assert counted(tmp_path / "log", text.encode()) == ALL
 
 
 def test_whole_lines_of_one_width_are_not_joined(tmp_path: Path) -> None:
-    text = "=" * 50 + "\n" + "".join(f"{k:<40}{v:<10}\n" for k, v in
-            (("Drafts:", 400), ("Draft tokens:", 1200), ("Accepted tokens:", 660))) + "=" * 50  # fmt: skip
+    text = (
+        "=" * 50
+        + "\n"
+        + "".join(
+            f"{k:<40}{v:<10}\n"
+            for k, v in (("Drafts:", 400), ("Draft tokens:", 1200), ("Accepted tokens:", 660))
+        )
+        + "=" * 50
+    )
     assert counted(tmp_path / "log", text.encode()) == (660, 400)
 
 
@@ -313,8 +352,13 @@ def test_nulls_that_copytruncate_leaves(tmp_path: Path, nulls: int) -> None:
 
 
 @pytest.mark.parametrize("big", [False, True])
-def test_journal_messages_that_are_bytes(tmp_path: Path, big: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [json.dumps({"__CURSOR": "s", "MESSAGE": list(f"\x1b[36m{row}\x1b[0m".encode())}) for row in WINDOWS]
+def test_journal_messages_that_are_bytes(
+    tmp_path: Path, big: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        json.dumps({"__CURSOR": "s", "MESSAGE": list(f"\x1b[36m{row}\x1b[0m".encode())})
+        for row in WINDOWS
+    ]
     if big:
         monkeypatch.setattr("assay.speculation.sources.HEAD", 4096)
     assert counted(tmp_path / "log", "\n".join(rows).encode()) == ALL
@@ -325,10 +369,19 @@ def test_otlp_logs_and_metrics(tmp_path: Path) -> None:
     logs = {"resourceLogs": [{"scopeLogs": [{"logRecords": log_rows}]}]}
     assert counted(tmp_path / "logs.json", json.dumps(logs).encode()) == ALL
     metrics = [
-        {"name": f"vllm:spec_decode_num_{name}", "sum": {"dataPoints": [
-            {"asInt": str(value), "attributes": [{"key": "engine", "value": {"stringValue": "0"}}]}]}}
+        {
+            "name": f"vllm:spec_decode_num_{name}",
+            "sum": {
+                "dataPoints": [
+                    {
+                        "asInt": str(value),
+                        "attributes": [{"key": "engine", "value": {"stringValue": "0"}}],
+                    }
+                ]
+            },
+        }
         for name, value in (("drafts", 300), ("draft_tokens", 600), ("accepted_tokens", 300))
-    ]  # fmt: skip
+    ]
     page = {"resourceMetrics": [{"scopeMetrics": [{"metrics": metrics}]}]}
     assert counted(tmp_path / "metrics.json", json.dumps(page).encode()) == ALL
 
@@ -349,14 +402,25 @@ def test_children_of_a_router_are_engines(tmp_path: Path) -> None:
     rows = []
     for port, accepted in (("5101", 70), ("5102", 0), ("5101", 90)):
         rows.append(
-            f"[{port}] 1.02.003.004 I slot print_timing: id  0 | task 1 |        eval time =   900.0 ms /   100 tokens (    9.0 ms per token,   111.1 tokens per second)"
+            f"[{port}] 1.02.003.004 I slot print_timing: id  0 | task 1 |        eval time =  "
+            " 900.0 ms /   100 tokens (    9.0 ms per token,   111.1 tokens per second)"
         )
         rows.append(
-            lines.llama_request(accepted, 120, "new", f"[{port}] 1.02.003.005 I slot print_timing: id  0 | task 1 | ")
+            lines.llama_request(
+                accepted,
+                120,
+                "new",
+                f"[{port}] 1.02.003.005 I slot print_timing: id  0 | task 1 | ",
+            )
         )
-        rows.append(lines.llama_statistics("draft-mtp", 60, 120, accepted, f"[{port}] 1.02.003.006 I "))
+        rows.append(
+            lines.llama_statistics("draft-mtp", 60, 120, accepted, f"[{port}] 1.02.003.006 I ")
+        )
     report = examine([write(tmp_path / "log", "\n".join(rows).encode())])
-    assert {k: v["health"] for k, v in report.results["per_engine"].items()} == {"5101": "healthy", "5102": "broken"}
+    assert {k: v["health"] for k, v in report.results["per_engine"].items()} == {
+        "5101": "healthy",
+        "5102": "broken",
+    }
     assert [f.id for f in report.findings if f.severity == "error"] == ["speculation.engine_dead"]
     one = examine([write(tmp_path / "one", "\n".join(r for r in rows if "5102" not in r).encode())])
     assert one.results["per_engine"] == {} and one.results["health"] == "healthy"

@@ -27,7 +27,9 @@ def test_the_interval_of_the_median_is_the_binomial_one(values: list[float]) -> 
     elif n <= 100:
         assert (found.lo, found.hi) == (ordered[k - 1], ordered[n - k])
     else:
-        assert found.lo is not None and abs(ordered.index(found.lo) - (k - 1)) <= 1 + values.count(found.lo)
+        assert found.lo is not None and abs(ordered.index(found.lo) - (k - 1)) <= 1 + values.count(
+            found.lo
+        )
     if found.lo is not None and found.hi is not None:
         assert found.lo <= found.value <= found.hi
 
@@ -59,7 +61,9 @@ def test_a_slowdown_within_the_noise_is_no_finding(tmp_path: Path) -> None:
     def log(name: str, speeds: list[float], drafting: bool) -> str:
         rows = []
         for speed in speeds:
-            rows += [lines.vllm_engine(0, speed)] + ([lines.vllm_v1([80, 60], 100)] if drafting else [])
+            rows += [lines.vllm_engine(0, speed)] + (
+                [lines.vllm_v1([80, 60], 100)] if drafting else []
+            )
         (tmp_path / name).write_text("\n".join(rows) + "\n")
         return str(tmp_path / name)
 

@@ -12,7 +12,11 @@ def windows(*rates: float, drafts: int = 100, seed: int | None = None) -> list[s
     rng = random.Random(seed)
     found = []
     for rate in rates:
-        first = round(rate * drafts) if seed is None else sum(rng.random() < rate for _ in range(drafts))
+        first = (
+            round(rate * drafts)
+            if seed is None
+            else sum(rng.random() < rate for _ in range(drafts))
+        )
         found.append(lines.vllm_v1([first, round(first * 0.7)], drafts))
     return found
 
@@ -55,7 +59,12 @@ def test_thin_windows_say_nothing() -> None:
 def test_engines_do_not_fake_a_trend() -> None:
     rows = []
     for _ in range(6):
-        rows += [lines.vllm_engine(0), lines.vllm_v1([90, 70], 100), lines.vllm_engine(1), lines.vllm_v1([0, 0], 100)]
+        rows += [
+            lines.vllm_engine(0),
+            lines.vllm_v1([90, 70], 100),
+            lines.vllm_engine(1),
+            lines.vllm_v1([0, 0], 100),
+        ]
     evidence = lines.read(*rows)
     assert find_collapse(evidence.windows) is None
     assert assess(evidence).dead_engines == ["1"]
@@ -68,10 +77,14 @@ def test_windows_of_zero_between_good_ones() -> None:
 
 
 def test_all_or_nothing() -> None:
-    assert all_or_nothing(lines.read(*windows(1.0), lines.vllm_v1([0, 0], 100)).windows) is False  # 70 % at position 1
+    assert (
+        all_or_nothing(lines.read(*windows(1.0), lines.vllm_v1([0, 0], 100)).windows) is False
+    )  # 70 % at position 1
     both = lines.read(lines.vllm_v1([100, 100], 100), lines.vllm_v1([0, 0], 100))
     assert all_or_nothing(both.windows)
     assert assess(both).health is Health.BROKEN
-    assert not all_or_nothing(lines.read(lines.vllm_v1([100, 100], 100)).windows), "perfect is not suspicious alone"
+    assert not all_or_nothing(lines.read(lines.vllm_v1([100, 100], 100)).windows), (
+        "perfect is not suspicious alone"
+    )
     small = lines.read(lines.vllm_v1([1, 1], 1), lines.vllm_v1([0, 0], 1))
     assert not all_or_nothing(small.windows), "one draft is always all or nothing"

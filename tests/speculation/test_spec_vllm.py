@@ -33,7 +33,9 @@ def test_windows_are_summed_by_counts_not_by_rates() -> None:
 
 
 def test_nan_windows_are_empty() -> None:
-    evidence = lines.read(lines.vllm_v1([0, 0], 0, wording="0.8.3"), lines.vllm_v1([0, 0], 0, wording="0.11"))
+    evidence = lines.read(
+        lines.vllm_v1([0, 0], 0, wording="0.8.3"), lines.vllm_v1([0, 0], 0, wording="0.11")
+    )
     assert evidence.record.windows == 0
     assert evidence.record.nothing_drafted
     mixed = lines.read(lines.vllm_v1([0, 0], 0), lines.vllm_v1([30, 10], 50)).record
@@ -42,8 +44,11 @@ def test_nan_windows_are_empty() -> None:
 
 def test_the_engine_number_stands_on_the_line_before() -> None:
     evidence = lines.read(
-        lines.vllm_engine(0), lines.vllm_v1([80, 60], 100), lines.vllm_engine(1), lines.vllm_v1([0, 0], 100)
-    )  # fmt: skip
+        lines.vllm_engine(0),
+        lines.vllm_v1([80, 60], 100),
+        lines.vllm_engine(1),
+        lines.vllm_v1([0, 0], 100),
+    )
     assert {name: r.accepted for name, r in evidence.per_engine.items()} == {"0": 140, "1": 0}
     assert evidence.record.drafted == 400
 
@@ -60,7 +65,11 @@ def test_engine_numbers_of_several_api_servers_do_not_mix() -> None:
 def test_engine_core_prefix_names_the_replica() -> None:
     core = "\x1b[0;36m(EngineCore_DP{} pid=30{})\x1b[0;0m "
     evidence = lines.read(*(lines.vllm_v1([n], 10, prefix=core.format(n, n)) for n in (0, 1, 2)))
-    assert {name: r.accepted for name, r in evidence.per_engine.items()} == {"DP0": 0, "DP1": 1, "DP2": 2}
+    assert {name: r.accepted for name, r in evidence.per_engine.items()} == {
+        "DP0": 0,
+        "DP1": 1,
+        "DP2": 2,
+    }
 
 
 def test_speed_of_the_window_is_kept() -> None:
@@ -72,7 +81,9 @@ def test_speed_of_the_window_is_kept() -> None:
     st.integers(1, 4000).flatmap(
         lambda drafts: st.tuples(
             st.just(drafts),
-            st.lists(st.integers(0, drafts), min_size=1, max_size=8).map(lambda p: sorted(p, reverse=True)),
+            st.lists(st.integers(0, drafts), min_size=1, max_size=8).map(
+                lambda p: sorted(p, reverse=True)
+            ),
         )
     )
 )
@@ -116,10 +127,16 @@ def test_v0_counts_hits_after_a_rejection_apart() -> None:
 
 def test_summary_of_bench_serve() -> None:
     block = [
-        "----------------Speculative Decoding-----------------", "Acceptance rate (%):   50.00",
-        "Acceptance length:     2.00", "Drafts:      1,000", "Draft tokens:     2000", "Accepted tokens:   1000",
-        "Per-position acceptance (%):", "  Position 0:    70.00", "  Position 1:    30.00",
-    ]  # fmt: skip
+        "----------------Speculative Decoding-----------------",
+        "Acceptance rate (%):   50.00",
+        "Acceptance length:     2.00",
+        "Drafts:      1,000",
+        "Draft tokens:     2000",
+        "Accepted tokens:   1000",
+        "Per-position acceptance (%):",
+        "  Position 0:    70.00",
+        "  Position 1:    30.00",
+    ]
     record = lines.read(*block).record
     assert record.positions == ((700, 1000), (300, 1000))
     # The same run's windows, where they are there, speak for it; the summary would count twice.
@@ -127,19 +144,28 @@ def test_summary_of_bench_serve() -> None:
 
 
 def test_quoted_rates_in_any_order() -> None:
-    record = lines.read("Spec decode metrics: system_efficiency=1.85, draft_acceptance_rate=0.62").record
+    record = lines.read(
+        "Spec decode metrics: system_efficiency=1.85, draft_acceptance_rate=0.62"
+    ).record
     assert record.acceptance_rate == 0.62
     assert record.multiplier == 1.85
     assert not record.counts
 
 
 def test_request_histogram() -> None:
-    body = {"mean_acceptance_length": 2.1, "acceptance_histogram": [3, 4, 2, 1], "num_spec_steps": 10}
+    body = {
+        "mean_acceptance_length": 2.1,
+        "acceptance_histogram": [3, 4, 2, 1],
+        "num_spec_steps": 10,
+    }
     body |= {"num_accepted_draft_tokens": 11, "num_draft_tokens": 30, "num_spec_tokens": 3}
     record = lines.read_document({"choices": [], "metrics": {"speculative_decoding": body}}).record
     assert record.positions == ((7, 10), (3, 10), (1, 10))
     sparse = body | {"acceptance_histogram": {"0": 3, "1": 4, "2": 2, "3": 1}}
-    assert lines.read_document([{"metrics": {"speculative_decoding": sparse}}]).record.positions == record.positions
+    assert (
+        lines.read_document([{"metrics": {"speculative_decoding": sparse}}]).record.positions
+        == record.positions
+    )
 
 
 def test_page_of_two_engines_and_two_pages() -> None:
@@ -153,14 +179,20 @@ def test_page_of_two_engines_and_two_pages() -> None:
 
 def test_a_page_with_missing_series_is_partial() -> None:
     page = lines.vllm_page({"0": (100, [80, 50])})
-    cut = "\n".join(line for line in page.splitlines() if 'position="0"' not in line and "draft_tokens" not in line)
+    cut = "\n".join(
+        line
+        for line in page.splitlines()
+        if 'position="0"' not in line and "draft_tokens" not in line
+    )
     record = lines.read_metrics(cut).record
     assert record.partial
     assert (record.drafts, record.drafted, record.per_position) == (100, None, None)
 
 
 @given(st.integers(1, 8), st.integers(1, 3000), st.data())
-def test_the_short_way_to_counts_says_what_the_long_one_does(k: int, drafts: int, data: st.DataObject) -> None:
+def test_the_short_way_to_counts_says_what_the_long_one_does(
+    k: int, drafts: int, data: st.DataObject
+) -> None:
     hits, left = [], drafts
     for _ in range(k):
         left = data.draw(st.integers(0, left))

@@ -33,14 +33,18 @@ def test_counts_are_multinomial_and_follow_from_the_seed() -> None:
     p=st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]),
 )
 @settings(max_examples=60, deadline=None)
-def test_quantiles_are_those_of_the_drawn_observations(seed: int, sizes: list[int], distinct: int, p: float) -> None:
+def test_quantiles_are_those_of_the_drawn_observations(
+    seed: int, sizes: list[int], distinct: int, p: float
+) -> None:
     rng = np.random.default_rng(seed)
     groups = [rng.integers(0, distinct, n).astype(float) for n in sizes]
     resampling = Resampling(50, seed)
     found = bootstrap_quantiles(groups, [p], 0.9, resampling)[0]
     drawn = [
         np.quantile(
-            np.concatenate([np.tile(g, int(c)) for g, c in zip(groups, row, strict=True)]), p, method="inverted_cdf"
+            np.concatenate([np.tile(g, int(c)) for g, c in zip(groups, row, strict=True)]),
+            p,
+            method="inverted_cdf",
         )
         for row in all_counts(len(sizes), resampling)
     ]
@@ -68,7 +72,9 @@ def test_infinite_divergences_have_a_rank() -> None:
     assert top.value == top.hi == math.inf
 
 
-@pytest.mark.parametrize(("groups", "p"), [([[1.0, math.nan]], 0.5), ([[]], 0.5), ([[1.0]], 0.0), ([[1.0]], 1.1)])
+@pytest.mark.parametrize(
+    ("groups", "p"), [([[1.0, math.nan]], 0.5), ([[]], 0.5), ([[1.0]], 0.0), ([[1.0]], 1.1)]
+)
 def test_what_has_no_quantile_is_refused(groups: list[list[float]], p: float) -> None:
     with pytest.raises(ValueError):
         bootstrap_quantiles(groups, [p])

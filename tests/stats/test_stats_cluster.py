@@ -73,7 +73,9 @@ def test_a_ratio_agrees_with_the_jackknife() -> None:
 
 @pytest.mark.parametrize("clusters", [8, 40])
 def test_coverage(clusters: int) -> None:
-    """95 % intervals hold the truth in about 95 % of 1,500 simulated runs; treating tokens as independent does not."""
+    """95 % intervals hold the truth in about 95 % of 1,500 simulated runs; treating tokens as
+    independent does not.
+    """
     rng = np.random.default_rng(4)
     hits = naive = 0
     for _ in range(1500):
@@ -94,7 +96,12 @@ def test_one_window_tells_nothing_about_the_error() -> None:
 
 def test_no_difference_at_all_has_no_error() -> None:
     estimate = cluster_mean([[0.0] * 5, [0.0] * 3, [0.0]])
-    assert (estimate.value, estimate.se, estimate.interval.lo, estimate.interval.hi) == (0.0, 0.0, 0.0, 0.0)
+    assert (estimate.value, estimate.se, estimate.interval.lo, estimate.interval.hi) == (
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    )
     assert math.isnan(estimate.design_effect)
 
 
@@ -126,6 +133,8 @@ def test_sums_that_make_no_sense(y: list[float], w: list[float]) -> None:
 def test_a_plain_mean_is_the_mean_of_clusters_of_one() -> None:
     values = np.random.default_rng(5).normal(size=12).tolist()
     plain, clustered = mean_interval(values), cluster_mean([[v] for v in values]).interval
-    assert (plain.value, plain.lo, plain.hi) == pytest.approx((clustered.value, clustered.lo, clustered.hi))
+    assert (plain.value, plain.lo, plain.hi) == pytest.approx(
+        (clustered.value, clustered.lo, clustered.hi)
+    )
     with pytest.raises(ValueError, match="at least two"):
         mean_interval([1.0])

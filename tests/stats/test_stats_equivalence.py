@@ -11,14 +11,24 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from assay.stats import ClusterEstimate, Interval, cluster_proportion, cluster_ratio, percent_change
-from assay.stats.equivalence import Grade, Margins, at_confidence, grade_intervals, grade_point, judge, tost_p
+from assay.stats.equivalence import (
+    Grade,
+    Margins,
+    at_confidence,
+    grade_intervals,
+    grade_point,
+    judge,
+    tost_p,
+)
 
 
 def interval(lo: float, hi: float) -> Interval:
     return Interval((lo + hi) / 2, lo, hi)
 
 
-def both(dppl: tuple[float, float], top1: tuple[float, float], **more: Interval) -> dict[str, Interval]:
+def both(
+    dppl: tuple[float, float], top1: tuple[float, float], **more: Interval
+) -> dict[str, Interval]:
     return {"dppl": interval(*dppl), "top1": interval(*top1), **more}
 
 
@@ -98,13 +108,22 @@ def test_old_point_rule(dppl: float, top1: float, grade: Grade) -> None:
     assert grade_point(dppl, top1) is grade
 
 
-@given(centre=st.floats(-6, 6), half=st.floats(0, 6), top=st.floats(80, 100), top_half=st.floats(0, 5))
+@given(
+    centre=st.floats(-6, 6), half=st.floats(0, 6), top=st.floats(80, 100), top_half=st.floats(0, 5)
+)
 @settings(max_examples=300)
-def test_a_narrower_interval_never_contradicts(centre: float, half: float, top: float, top_half: float) -> None:
-    """Halving both errors around the same estimates turns no ACCEPT into REJECT and decides, never undecides."""
+def test_a_narrower_interval_never_contradicts(
+    centre: float, half: float, top: float, top_half: float
+) -> None:
+    """Halving both errors around the same estimates turns no ACCEPT into REJECT and decides, never
+    undecides.
+    """
 
     def graded(share: float) -> Grade:
-        around = ((centre - share * half, centre + share * half), (top - share * top_half, top + share * top_half))
+        around = (
+            (centre - share * half, centre + share * half),
+            (top - share * top_half, top + share * top_half),
+        )
         return grade_intervals(both(*around), 20)
 
     wide, narrow = graded(1.0), graded(0.5)
@@ -140,17 +159,26 @@ def test_windows_that_would_decide() -> None:
     judged = judge(estimate, GOOD_TOP1)
     half = stats.t.ppf(0.975, 63) * 0.04 / 8
     expected = math.ceil(64 * (half / (math.log(1.01) - 0.004)) ** 2)
-    assert (judged.grade, judged.aim, judged.windows_needed) == (Grade.MARGINAL, Grade.ACCEPT, expected)
+    assert (judged.grade, judged.aim, judged.windows_needed) == (
+        Grade.MARGINAL,
+        Grade.ACCEPT,
+        expected,
+    )
     assert expected > 64
 
 
 def test_windows_needed_keep_what_they_promise() -> None:
-    """With the promised number of windows and the same spread the case is decided; with fewer it is not."""
+    """With the promised number of windows and the same spread the case is decided; with fewer it is
+    not.
+    """
     undecided = judge(windows(-0.005, 0.03, 16), GOOD_TOP1)
     assert undecided.aim is Grade.ACCEPT
     assert undecided.windows_needed is not None
     assert judge(windows(-0.005, 0.03, undecided.windows_needed), GOOD_TOP1).grade is Grade.ACCEPT
-    assert judge(windows(-0.005, 0.03, undecided.windows_needed // 2), GOOD_TOP1).grade is not Grade.ACCEPT
+    assert (
+        judge(windows(-0.005, 0.03, undecided.windows_needed // 2), GOOD_TOP1).grade
+        is not Grade.ACCEPT
+    )
 
 
 def test_no_number_of_windows_brings_in_what_lies_outside() -> None:
@@ -160,7 +188,11 @@ def test_no_number_of_windows_brings_in_what_lies_outside() -> None:
     outside = judge(windows(0.031, 0.01, 16), GOOD_TOP1)
     assert (outside.grade, outside.windows_needed) == (Grade.INCONCLUSIVE, None)
     ruled_out = judge(windows(0.02, 0.004, 16), GOOD_TOP1)
-    assert (ruled_out.grade, ruled_out.aim, ruled_out.windows_needed) == (Grade.MARGINAL, None, None)
+    assert (ruled_out.grade, ruled_out.aim, ruled_out.windows_needed) == (
+        Grade.MARGINAL,
+        None,
+        None,
+    )
 
 
 def test_an_inconclusive_case_between_the_margins_aims_at_the_outer_one() -> None:
@@ -172,7 +204,11 @@ def test_an_inconclusive_case_between_the_margins_aims_at_the_outer_one() -> Non
 
 def test_an_excluded_accept_is_said_even_where_the_rest_is_open() -> None:
     judged = judge(windows(0.025, 0.05, 64), GOOD_TOP1)
-    assert (judged.grade, judged.aim, judged.accept_excluded) == (Grade.INCONCLUSIVE, Grade.MARGINAL, True)
+    assert (judged.grade, judged.aim, judged.accept_excluded) == (
+        Grade.INCONCLUSIVE,
+        Grade.MARGINAL,
+        True,
+    )
     assert not judge(windows(0.004, 0.04, 64), GOOD_TOP1).accept_excluded
 
 
@@ -205,7 +241,8 @@ def test_tost_agrees_with_two_t_tests() -> None:
     y = np.random.default_rng(0).normal(0.2, 1, 25)
     estimate = cluster_ratio(y, np.ones(25))
     expected = max(
-        stats.ttest_1samp(y, -0.5, alternative="greater").pvalue, stats.ttest_1samp(y, 0.5, alternative="less").pvalue
+        stats.ttest_1samp(y, -0.5, alternative="greater").pvalue,
+        stats.ttest_1samp(y, 0.5, alternative="less").pvalue,
     )
     assert tost_p(estimate, -0.5, 0.5) == pytest.approx(expected)
 

@@ -1,4 +1,6 @@
-"""Differences on the same windows or questions: against scipy, and by simulation of what the verdicts promise."""
+"""Differences on the same windows or questions: against scipy, and by simulation of what the
+verdicts promise.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def test_paired_difference_is_the_paired_t_test_on_equal_windows() -> None:
     reference = stats.ttest_rel(a, b)
     assert found.difference.value == pytest.approx((a - b).mean())
     assert found.p_value == pytest.approx(reference.pvalue)
-    # Two intervals side by side would see nothing: they are dominated by what the windows have in common.
+    # Two intervals side by side would see nothing: they are dominated by what the windows have in
+    # common.
     assert cluster_ratio(a, np.ones(20)).interval.lo < b.mean()
     assert found.difference.interval.lo > 0
 
@@ -43,14 +46,20 @@ WINDOWS, TOKENS = 64, 500.0
 
 
 def on_windows(rng: np.random.Generator, ratio: float, windows: int = WINDOWS) -> NonInferiority:
-    """A candidate whose mean is `ratio` times the control's, on windows of which some are hard for both."""
+    """A candidate whose mean is `ratio` times the control's, on windows of which some are hard for
+    both.
+    """
     control = 0.02 * rng.lognormal(-0.08, 0.4, windows)
     candidate = ratio * control * rng.lognormal(-0.02, 0.2, windows)
-    return non_inferiority(candidate * TOKENS, control * TOKENS, np.full(windows, TOKENS), share=0.1)
+    return non_inferiority(
+        candidate * TOKENS, control * TOKENS, np.full(windows, TOKENS), share=0.1
+    )
 
 
 def test_non_inferiority_is_the_one_sided_paired_t_test_of_scipy() -> None:
-    """Against ttest_rel of the candidate and 1.1 times the control, with the same bound as its one-sided interval."""
+    """Against ttest_rel of the candidate and 1.1 times the control, with the same bound as its
+    one-sided interval.
+    """
     rng = np.random.default_rng(3)
     control = rng.gamma(4.0, 0.005, 40)
     candidate = control * rng.normal(1.02, 0.1, 40)
@@ -64,7 +73,9 @@ def test_non_inferiority_is_the_one_sided_paired_t_test_of_scipy() -> None:
 
 
 def test_one_on_the_margin_is_seldom_called_no_worse_or_worse() -> None:
-    """At the margin each verdict has an error of 2.5 %; without a difference most are no worse, at twice the margin worse."""
+    """At the margin each verdict has an error of 2.5 %; without a difference most are no worse, at
+    twice the margin worse.
+    """
     rng = np.random.default_rng(4)
 
     def shares(ratio: float) -> dict[Standing, float]:
@@ -82,10 +93,14 @@ def test_power_and_windows_needed_are_what_happens() -> None:
     equal = [on_windows(rng, 1.0, 24) for _ in range(1500)]
     shown = np.mean([f.standing is Standing.NO_WORSE for f in equal])
     assert np.mean([f.power for f in equal]) == pytest.approx(shown, abs=0.06)
-    pilot = next(f for f in equal if f.standing is Standing.UNDECIDED and abs(f.difference.value) < 0.0004)
+    pilot = next(
+        f for f in equal if f.standing is Standing.UNDECIDED and abs(f.difference.value) < 0.0004
+    )
     assert pilot.windows_needed is not None and pilot.windows_needed > 24
     needed = round(np.median([f.windows_needed for f in equal if f.windows_needed]))
-    decided = np.mean([on_windows(rng, 1.0, needed).standing is Standing.NO_WORSE for _ in range(600)])
+    decided = np.mean(
+        [on_windows(rng, 1.0, needed).standing is Standing.NO_WORSE for _ in range(600)]
+    )
     assert 0.65 < decided < 0.95
 
 
@@ -140,7 +155,9 @@ def test_answers_that_differ_are_told_apart_and_margins_count() -> None:
     assert paired_answers(20, 2, 150).standing is Standing.NO_WORSE
     assert paired_answers(10, 12, 150).standing is Standing.UNDECIDED
     assert paired_answers(10, 12, 150, margin=0.1).standing is Standing.NO_WORSE
-    assert paired_answers(0, 0, 150).standing is Standing.UNDECIDED  # equal answers: nothing is shown either way
+    assert (
+        paired_answers(0, 0, 150).standing is Standing.UNDECIDED
+    )  # equal answers: nothing is shown either way
     assert counted_answers(140, 150, 100, 150).standing is Standing.NO_WORSE
     for impossible in ((3, 4, 6), (-1, 0, 5), (0, 0, 0)):
         with pytest.raises(ValueError, match="not possible"):
@@ -151,15 +168,23 @@ def test_the_questions_that_are_named_decide_four_times_in_five_and_intervals_co
     rng = np.random.default_rng(7)
     gain, loss = 0.16, 0.10
     needed = paired_answers(round(1000 * gain), round(1000 * loss), 1000).questions_needed
-    found = [paired_answers(*rng.multinomial(needed, [gain, loss, 1 - gain - loss])[:2], needed) for _ in range(2000)]
+    found = [
+        paired_answers(*rng.multinomial(needed, [gain, loss, 1 - gain - loss])[:2], needed)
+        for _ in range(2000)
+    ]
     assert np.mean([f.standing is Standing.NO_WORSE for f in found]) == pytest.approx(0.8, abs=0.05)
-    few = [paired_answers(*rng.multinomial(48, [gain, loss, 1 - gain - loss])[:2], 48) for _ in range(2000)]
+    few = [
+        paired_answers(*rng.multinomial(48, [gain, loss, 1 - gain - loss])[:2], 48)
+        for _ in range(2000)
+    ]
     for answers in (found, few):
         assert np.mean([f.difference.lo <= gain - loss <= f.difference.hi for f in answers]) > 0.93
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 100))
-def test_the_interval_of_paired_answers_is_that_of_the_score_test(ours: int, theirs: int, same: int) -> None:
+def test_the_interval_of_paired_answers_is_that_of_the_score_test(
+    ours: int, theirs: int, same: int
+) -> None:
     asked = ours + theirs + same
     if not asked:
         return
@@ -169,9 +194,14 @@ def test_the_interval_of_paired_answers_is_that_of_the_score_test(ours: int, the
     assert (found.lo, found.hi) == pytest.approx((-other.hi, -other.lo), abs=1e-9)
     for end in (found.lo, found.hi):
         if 1e-6 < abs(end) < 1 - 1e-6:
-            # Against the likelihood itself: the cells that make the counts likeliest where the difference is `end`.
+            # Against the likelihood itself: the cells that make the counts likeliest where the
+            # difference is `end`.
             grid = np.linspace(max(0.0, -end), (1 - end) / 2, 200_001)[1:-1]
-            likely = ours * np.log(grid + end) + theirs * np.log(grid) + same * np.log(1 - 2 * grid - end)
+            likely = (
+                ours * np.log(grid + end)
+                + theirs * np.log(grid)
+                + same * np.log(1 - 2 * grid - end)
+            )
             q = grid[np.nanargmax(likely)]
             z = (ours - theirs - asked * end) / np.sqrt(asked * (2 * q + end - end**2))
             assert abs(z) == pytest.approx(1.96, abs=0.02)

@@ -26,8 +26,14 @@ def test_resolution_of_the_pilot_itself_is_its_own_interval() -> None:
 
 def test_resolution_predicts_what_more_windows_give() -> None:
     rng = np.random.default_rng(0)
-    predicted = [resolution(cluster_ratio(rng.normal(size=4), np.ones(4)), 64).half_width for _ in range(2000)]
-    real = [cluster_ratio(y := rng.normal(size=64), np.ones(64)).interval.hi - y.mean() for _ in range(200)]
+    predicted = [
+        resolution(cluster_ratio(rng.normal(size=4), np.ones(4)), 64).half_width
+        for _ in range(2000)
+    ]
+    real = [
+        cluster_ratio(y := rng.normal(size=64), np.ones(64)).interval.hi - y.mean()
+        for _ in range(200)
+    ]
     # The standard deviation of four values is 8 % too small on average.
     assert np.mean(predicted) == pytest.approx(0.921 * np.mean(real), rel=0.03)
 
@@ -70,7 +76,9 @@ def test_holm_by_hand() -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0.001, 0.2))
-def test_holm_rejects_what_the_step_down_procedure_rejects(p_values: list[float], alpha: float) -> None:
+def test_holm_rejects_what_the_step_down_procedure_rejects(
+    p_values: list[float], alpha: float
+) -> None:
     order = np.argsort(p_values, kind="stable")
     rejected = set()
     for step, index in enumerate(order):
@@ -87,7 +95,9 @@ def test_proportion_has_the_error_and_design_effect_of_the_mean_of_its_trials() 
     reference = cluster_mean(groups)
     assert found.value == pytest.approx(reference.value)
     assert found.interval.lo == pytest.approx(reference.interval.lo)
-    assert found.design_effect == pytest.approx(reference.design_effect, rel=1e-3)  # n against n − 1
+    assert found.design_effect == pytest.approx(
+        reference.design_effect, rel=1e-3
+    )  # n against n − 1
     assert found.design_effect > 1
 
 

@@ -14,14 +14,19 @@ LEVELS = st.sampled_from([0.5, 0.8, 0.9, 0.95, 0.99])
 @given(COUNTS, LEVELS)
 def test_agrees_with_scipy(count: tuple[int, int], confidence: float) -> None:
     k, n = count
-    ours, theirs = wilson(k, n, confidence), binomtest(k, n).proportion_ci(confidence, method="wilson")
+    ours, theirs = (
+        wilson(k, n, confidence),
+        binomtest(k, n).proportion_ci(confidence, method="wilson"),
+    )
     assert (ours.lo, ours.hi) == pytest.approx((theirs.low, theirs.high), abs=1e-9)
     assert ours.value == k / n
     assert 0.0 <= ours.lo <= ours.value <= ours.hi <= 1.0
 
 
 def test_known_figures() -> None:
-    """12 of 12 right answers do not show more than 76 %, and nothing in n tries not less than about 3/n."""
+    """12 of 12 right answers do not show more than 76 %, and nothing in n tries not less than about
+    3/n.
+    """
     assert wilson(12, 12).lo == pytest.approx(0.7575, abs=1e-4)
     assert wilson(0, 1000).hi == pytest.approx(0.0038, abs=1e-4)
 
@@ -36,7 +41,9 @@ def test_known_figures() -> None:
         ((5, 56), (0, 29), -0.0381, 0.1926),
     ],
 )
-def test_difference_as_published(a: tuple[int, int], b: tuple[int, int], lo: float, hi: float) -> None:
+def test_difference_as_published(
+    a: tuple[int, int], b: tuple[int, int], lo: float, hi: float
+) -> None:
     interval = newcombe(*a, *b)
     assert (interval.lo, interval.hi) == pytest.approx((lo, hi), abs=5e-5)
     mirrored = newcombe(*b, *a)

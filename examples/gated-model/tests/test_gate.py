@@ -1,4 +1,6 @@
-"""The deployment keeps its contract. Needs `pip install llm-assay`; `pytest --assay-server URL` names another server."""
+"""The deployment keeps its contract. Needs `pip install llm-assay`; `pytest --assay-server URL`
+names another server.
+"""
 
 import pytest
 

@@ -1,8 +1,10 @@
-"""`assay verify`: what the files of a checkpoint say, stage by stage; here are short ways to write its findings.
+"""`assay verify`: what the files of a checkpoint say, stage by stage; here are short ways to write
+its findings.
 
-`files`, `digests` and `hub` find out which files there are and whether they are the right ones; `safetensors`, `gguf` and
-`documents` read them; `subject` is the checkpoint as `rules`, `structure`, `quantization`, `mtp`, `draft`, `values` and `serve_flags`
-see it, which find what is wrong; `verify` asks them in turn.
+`files`, `digests` and `hub` find out which files there are and whether they are the right ones;
+`safetensors`, `gguf` and `documents` read them; `subject` is the checkpoint as `rules`,
+`structure`, `quantization`, `mtp`, `draft`, `values` and `serve_flags` see it, which find what is
+wrong; `verify` asks them in turn.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ def found(
 ) -> Finding:
     """The finding `checkpoint.NAME`; an `error` unless said otherwise."""
     return Finding(
-        f"checkpoint.{name}", severity, title, detail, evidence, tuple(causes), tuple(remedies), tuple(references)
+        f"checkpoint.{name}",
+        severity,
+        title,
+        detail,
+        evidence,
+        tuple(causes),
+        tuple(remedies),
+        tuple(references),
     )
 
 
@@ -43,7 +52,9 @@ def noted(name: str, title: str, **rest: Any) -> Finding:
 
 
 def unexamined(title: str, *, severity: Severity = Severity.INFO, **rest: Any) -> Finding:
-    """The finding that a part of the checkpoint is of a form that assay does not know: it keeps the verdict from pass."""
+    """The finding that a part of the checkpoint is of a form that assay does not know: it keeps the
+    verdict from pass.
+    """
     return found("not_examined", title, severity=severity, unexamined=True, **rest)
 
 

@@ -1,4 +1,6 @@
-"""What a checkpoint declares about its quantisation, and how a module's own tensors say that it is stored."""
+"""What a checkpoint declares about its quantisation, and how a module's own tensors say that it is
+stored.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,6 @@ from assay.checkpoint.documents import SIDECARS
 from assay.checkpoint.safetensors import FLOATS, FP8, Params
 from assay.checkpoint.subject import Checkpoint
 
-# -----------------------------------------------------------------------------
 # Names of the matrices that engines fuse: an ignore list may use either the whole or its parts.
 
 FUSED: Mapping[str, tuple[str, ...]] = {
@@ -31,7 +32,8 @@ _WHOLE = {part: whole for whole, parts in FUSED.items() for part in parts}
 
 
 def listed(module: str, hits: Callable[[str], bool]) -> bool:
-    """Whether a list names a module: itself, the whole that it is a part of, or all the parts that it is made of.
+    """Whether a list names a module: itself, the whole that it is a part of, or all the parts that
+    it is made of.
 
     `hits(name)` is the list's own way of matching one name.
     """
@@ -44,7 +46,6 @@ def listed(module: str, hits: Callable[[str], bool]) -> bool:
     return parts is not None and all(hits(f"{parent}{dot}{part}") for part in parts)
 
 
-# -----------------------------------------------------------------------------
 # Tell from a module's own tensors how its weight is stored.
 
 
@@ -75,9 +76,20 @@ PACKED_KINDS = frozenset(Kind) - {Kind.PLAIN}
 
 # Parameters that carry a weight; without one of them a module holds only side information.
 CARRIERS = (
-    "weight", "qweight", "weight_packed", "W_q", "_weight_qdata", "_weight_int_data", "q_weight", "trellis", "codes",
-    "blocks", "tensor_q", "weight_qdata", "packed_weight",
-)  # fmt: skip
+    "weight",
+    "qweight",
+    "weight_packed",
+    "W_q",
+    "_weight_qdata",
+    "_weight_int_data",
+    "q_weight",
+    "trellis",
+    "codes",
+    "blocks",
+    "tensor_q",
+    "weight_qdata",
+    "packed_weight",
+)
 
 
 def carrier(params: Params) -> str | None:
@@ -86,7 +98,9 @@ def carrier(params: Params) -> str | None:
 
 
 def stored_kind(params: Params) -> Kind | None:
-    """How the module's weight is stored; None for a module without a weight (only biases or scales)."""
+    """How the module's weight is stored; None for a module without a weight (only biases or
+    scales).
+    """
     if len(params) == 1 and "weight" in params and params["weight"].dtype in FLOATS:
         return Kind.PLAIN  # most modules of most checkpoints
     if "qweight" in params:
@@ -106,12 +120,15 @@ def stored_kind(params: Params) -> Kind | None:
         return Kind.BNB4
     if "SCB" in params:
         return Kind.BNB8
-    scale = next((params[p] for p in ("weight_scale", "weight_scale_inv", "scale") if p in params), None)
+    scale = next(
+        (params[p] for p in ("weight_scale", "weight_scale_inv", "scale") if p in params), None
+    )
     powers = scale is not None and scale.dtype in {"U8", "F8_E8M0"}
     if weight.dtype in FP8:
         if scale is None:
             return Kind.FP8_UNSCALED
-        # MX formats have one power of two for 32 values; DeepSeek's tiles may be scaled by powers of two as well.
+        # MX formats have one power of two for 32 values; DeepSeek's tiles may be scaled by powers
+        # of two as well.
         rows, width = weight.shape[:-1], weight.shape[-1] if weight.shape else 1
         return Kind.MXFP8 if powers and scale.shape == (*rows, -(-width // 32)) else Kind.FP8
     if weight.dtype == "U8":
@@ -130,7 +147,8 @@ def stored_kind(params: Params) -> Kind | None:
 def _gptq_or_awq(params: Params) -> Kind:
     """AWQ packs along the outputs ([in, out/8]), GPTQ along the inputs ([in/8, out]).
 
-    `g_idx` exists only in GPTQ; otherwise the scales ([groups, out]) tell which axis of qweight is whole.
+    `g_idx` exists only in GPTQ; otherwise the scales ([groups, out]) tell which axis of qweight is
+    whole.
     """
     if "g_idx" in params:
         return Kind.GPTQ
@@ -145,7 +163,11 @@ def _gptq_or_awq(params: Params) -> Kind:
 def _compressed(params: Params) -> Kind:
     packed, scale = params["weight_packed"], params.get("weight_scale")
     if packed.dtype == "U8":
-        return Kind.MXFP4 if scale is not None and scale.dtype in {"U8", "F8_E8M0"} else Kind.NVFP4_PACKED
+        return (
+            Kind.MXFP4
+            if scale is not None and scale.dtype in {"U8", "F8_E8M0"}
+            else Kind.NVFP4_PACKED
+        )
     return Kind.PACKED
 
 
@@ -153,7 +175,9 @@ _FUSED_SUFFIXES = {"_blocks": Kind.MXFP4, "_packed": Kind.PACKED, "_qweight": Ki
 
 
 def fused_kind(params: Params, stem: str) -> Kind | None:
-    """How one fused expert tensor is stored, e.g. `gate_up_proj` as `gate_up_proj_blocks` and `gate_up_proj_scales`."""
+    """How one fused expert tensor is stored, e.g. `gate_up_proj` as `gate_up_proj_blocks` and
+    `gate_up_proj_scales`.
+    """
     if stem in params:
         tensor = params[stem]
         if tensor.dtype in FLOATS:
@@ -170,14 +194,12 @@ def weight_shape(params: Params) -> tuple[int, ...] | None:
     return None
 
 
-# -----------------------------------------------------------------------------
-
 UNQUANTISED = re.compile(
     r"(^|\.)(eh_proj|weights_proj|mtp_linear_proj\.\d+|mtp_layers\.\d+\.input_proj|compressor\.w(kv|gate)|\w+_res_proj)$"
 )
-"""Modules that engines build in full precision whatever is declared (vLLM 0.32: a plain Linear, or no quant_config):
-the entry of a draft head, the weighting of a sparse indexer, compressors. Official FP8 releases of DeepSeek V3 and
-GLM-5 store them as bfloat16 and list them nowhere."""
+"""Modules that engines build in full precision whatever is declared (vLLM 0.32: a plain Linear, or
+no quant_config): the entry of a draft head, the weighting of a sparse indexer, compressors.
+Official FP8 releases of DeepSeek V3 and GLM-5 store them as bfloat16 and list them nowhere."""
 
 Accepts = Callable[[str], "frozenset[Kind] | None"]
 Geometry = Callable[[str, Params], "str | None"]
@@ -189,10 +211,11 @@ Names = Callable[[str], tuple[str, ...]]
 class Declared:
     """A quantisation as the checkpoint declares it.
 
-    `accepts(module)` gives the storage kinds that agree with the declaration, `{PLAIN}` for a module that it leaves
-    out, or None where it does not say. `geometry(module, params)` is a complaint about packed shapes, or None.
-    `bits_of(module)` is the width of its packed integers, `needs(module)` and `unwanted(module)` name parameters that a
-    quantised module must, or must not, have beside its weight. `unexamined` says what of it assay does not know.
+    `accepts(module)` gives the storage kinds that agree with the declaration, `{PLAIN}` for a
+    module that it leaves out, or None where it does not say. `geometry(module, params)` is a
+    complaint about packed shapes, or None. `bits_of(module)` is the width of its packed integers,
+    `needs(module)` and `unwanted(module)` name parameters that a quantised module must, or must
+    not, have beside its weight. `unexamined` says what of it assay does not know.
     """
 
     method: str
@@ -224,9 +247,14 @@ class Found:
 
 
 def find(checkpoint: Checkpoint) -> Found | None:
-    """The declaration that an engine reads: config.json (either level, either key), else a sidecar file."""
+    """The declaration that an engine reads: config.json (either level, either key), else a sidecar
+    file.
+    """
     config = checkpoint.config
-    for settings, where in ((config, "config.json"), (checkpoint.text_config, "config.json: text_config")):
+    for settings, where in (
+        (config, "config.json"),
+        (checkpoint.text_config, "config.json: text_config"),
+    ):
         for key in ("quantization_config", "compression_config"):
             if raw := settings.get(key):
                 method = _method(raw, key)
@@ -284,9 +312,14 @@ def strings(value: Any) -> tuple[str, ...]:
 def pattern(text: str) -> re.Pattern[str] | None:
     """A regular expression from a config; one that does not compile is read as a glob.
 
-    None for one that could take for ever: a repeated group with a repetition inside, or more than six of them.
+    None for one that could take for ever: a repeated group with a repetition inside, or more than
+    six of them.
     """
-    if re.search(r"[*+}][^()]*\)[*+{]", text) or len(re.findall(r"[*+]|,\}", text)) > 6 or len(text) > 2000:
+    if (
+        re.search(r"[*+}][^()]*\)[*+{]", text)
+        or len(re.findall(r"[*+]|,\}", text)) > 6
+        or len(text) > 2000
+    ):
         return None
     try:
         return re.compile(text)
@@ -295,9 +328,11 @@ def pattern(text: str) -> re.Pattern[str] | None:
 
 
 def named(names: tuple[str, ...]) -> Callable[[str], bool]:
-    """Whether a module is on a list: by its name, below it, by the end of its name, by a glob or an `re:` pattern.
+    """Whether a module is on a list: by its name, below it, by the end of its name, by a glob or an
+    `re:` pattern.
 
-    Official lists have hundreds of names and models 100,000 modules, so that plain names are looked up by parts.
+    Official lists have hundreds of names and models 100,000 modules, so that plain names are looked
+    up by parts.
     """
     patterns = [p for n in names if n.startswith("re:") and (p := pattern(n[3:])) is not None]
     globs = [n for n in names if "*" in n and not n.startswith("re:")]
@@ -311,7 +346,9 @@ def named(names: tuple[str, ...]) -> Callable[[str], bool]:
             if module[at + 1 :] in exact or module[:at] in below:
                 return True
             at = module.find(".", at + 1)
-        return any(fnmatch.fnmatchcase(module, g) for g in globs) or any(p.match(module) for p in patterns)
+        return any(fnmatch.fnmatchcase(module, g) for g in globs) or any(
+            p.match(module) for p in patterns
+        )
 
     return hits
 

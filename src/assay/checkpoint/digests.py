@@ -1,7 +1,7 @@
 """Hash files in parallel: sha256, and git's blob id where that is what the Hub gives.
 
-One thread per file (hashlib releases the interpreter lock), the largest file first so that no core idles at the end.
-Digests are remembered: a second run hashes only what changed.
+One thread per file (hashlib releases the interpreter lock), the largest file first so that no core
+idles at the end. Digests are remembered: a second run hashes only what changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5", ".onnx", "
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """A file of at most `most` bytes. Raises OSError for a longer one, and reads no more of it than that."""
+    """A file of at most `most` bytes. Raises OSError for a longer one, and reads no more of it than
+    that.
+    """
     with path.open("rb") as stream:
         data = stream.read(most + 1)
     if len(data) > most:
@@ -37,12 +39,11 @@ def read_bounded(path: Path, most: int) -> bytes:
     return data
 
 
-# -----------------------------------------------------------------------------
 # Digests that were computed before, by path, size, modification time, inode and change time.
 #
-# The change time is in the key because a file's owner can set the modification time back, but not that one. As in
-# git's index, a file that was written in the very moment of hashing is not remembered: a later change within the
-# clock's granularity would look the same.
+# The change time is in the key because a file's owner can set the modification time back, but not
+# that one. As in git's index, a file that was written in the very moment of hashing is not
+# remembered: a later change within the clock's granularity would look the same.
 
 GRANULARITY_NS = 50_000_000
 """Generous bound on how coarse a file system's clock is; Linux' own tick is 1 to 10 ms."""
@@ -51,7 +52,9 @@ WORTH_BYTES = 1 << 20
 
 
 class DigestCache:
-    """Digests in a folder of the cache (`assay.runs.Kept`); without a folder it remembers nothing. Safe to use from threads."""
+    """Digests in a folder of the cache (`assay.runs.Kept`); without a folder it remembers nothing.
+    Safe to use from threads.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._kept = Kept(folder) if folder else None
@@ -78,7 +81,13 @@ class DigestCache:
 
 
 def _key(path: Path, status: os.stat_result) -> list[str | int]:
-    return [os.fspath(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns]
+    return [
+        os.fspath(path.absolute()),
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ino,
+        status.st_ctime_ns,
+    ]
 
 
 BLOCK = 1 << 20
@@ -97,13 +106,17 @@ class Digest:
     problem: str | None = None
 
 
-def hash_stream(path: Path, size: int, progress: Progress, stop: threading.Event) -> tuple[str, str]:
+def hash_stream(
+    path: Path, size: int, progress: Progress, stop: threading.Event
+) -> tuple[str, str]:
     """(sha256, git blob id) of a file. The blob id is sha1 over `blob SIZE\\0` and the bytes.
 
     A large file gets no blob id (an empty string): the Hub stores it by sha256.
     """
     sha256 = hashlib.sha256()
-    git = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False) if size <= MAX_GIT_BYTES else None
+    git = (
+        hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False) if size <= MAX_GIT_BYTES else None
+    )
     buffer = bytearray(min(BLOCK, max(size, 1)))
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as stream:
@@ -136,9 +149,11 @@ def hash_files(
     progress: Progress = lambda count: None,
     workers: int | None = None,
 ) -> None:
-    """Put the digest of each (name, path, size) into `digests`; an unreadable file gets a problem, not an exception.
+    """Put the digest of each (name, path, size) into `digests`; an unreadable file gets a problem,
+    not an exception.
 
-    On an interrupt the digests finished so far are in `digests` and in `cache`, so the next run goes on there.
+    On an interrupt the digests finished so far are in `digests` and in `cache`, so the next run
+    goes on there.
     """
     stop = threading.Event()
 
@@ -161,7 +176,9 @@ def hash_files(
             raise
 
 
-def _hash_or_remember(path: Path, size: int, cache: DigestCache, progress: Progress, stop: threading.Event) -> Digest:
+def _hash_or_remember(
+    path: Path, size: int, cache: DigestCache, progress: Progress, stop: threading.Event
+) -> Digest:
     before = path.stat()
     known = cache.get(path, before)
     if known is not None:
@@ -176,18 +193,27 @@ def _hash_or_remember(path: Path, size: int, cache: DigestCache, progress: Progr
     return Digest(sha256, git)
 
 
-# -----------------------------------------------------------------------------
 # Hold the files against the digests that somebody vouches for, and say of each what came of it.
 
 Status = Literal["verified", "mismatch", "missing", "extra", "unverified"]
 
-_DECORATION = {"README.md", ".gitattributes", ".gitignore", "LICENSE", "LICENSE.txt", "USE_POLICY.md", "NOTICE"}
+_DECORATION = {
+    "README.md",
+    ".gitattributes",
+    ".gitignore",
+    "LICENSE",
+    "LICENSE.txt",
+    "USE_POLICY.md",
+    "NOTICE",
+}
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".md", ".webp", ".mp4")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What one file should be, as `source` says: a sha256, or git's blob id for a small file of the Hub."""
+    """What one file should be, as `source` says: a sha256, or git's blob id for a small file of the
+    Hub.
+    """
 
     source: str
     sha256: str | None = None
@@ -218,7 +244,9 @@ class FileResult:
 def recorded_source(name: str, digests: Mapping[str, str]) -> Source:
     """Digests the Hub gave at download time (64 digits: sha256, 40: git blob id)."""
     files = {
-        path: Expected(name, sha256=digest) if len(digest) == 64 else Expected(name, git_sha1=digest)
+        path: (
+            Expected(name, sha256=digest) if len(digest) == 64 else Expected(name, git_sha1=digest)
+        )
         for path, digest in digests.items()
     }
     return Source(name, files, complete=False)
@@ -240,8 +268,8 @@ def judge(
 ) -> tuple[list[FileResult], list[Finding]]:
     """A result for every file, and findings for those that are wrong, missing, extra or unverified.
 
-    A file that a complete list does not know is extra; one of `loaded`, which the model is made of, is unverified. Files
-    without a digest are only noted if the user `accepted` them.
+    A file that a complete list does not know is extra; one of `loaded`, which the model is made of,
+    is unverified. Files without a digest are only noted if the user `accepted` them.
     """
     results: list[FileResult] = []
     findings: list[Finding] = []
@@ -265,7 +293,13 @@ def judge(
     for path in gone:
         entry = wanted.get(path)
         results.append(
-            FileResult(path, entry.size if entry else None, None, "missing", entry.source if entry else None)
+            FileResult(
+                path,
+                entry.size if entry else None,
+                None,
+                "missing",
+                entry.source if entry else None,
+            )
         )
     findings.extend(_missing(gone, files))
     findings.extend(_loose(results, complete, accepted))
@@ -294,10 +328,16 @@ def _mismatch(path: str, size: int, digest: Digest, expected: Expected) -> Findi
     }  # fmt: skip
     if expected.size is not None and expected.size != size:
         title = f"{path} is {size} bytes long, {expected.source} says {expected.size}"
-        causes = ["the download stopped early or was resumed wrongly", "the file belongs to another revision"]
+        causes = [
+            "the download stopped early or was resumed wrongly",
+            "the file belongs to another revision",
+        ]
     else:
         title = f"the digest of {path} is not the one that {expected.source} gives"
-        causes = ["bytes were damaged on the way or on disk", "the file belongs to another revision or was edited"]
+        causes = [
+            "bytes were damaged on the way or on disk",
+            "the file belongs to another revision or was edited",
+        ]
     remedies = [f"delete {path} and download it again, then verify once more"]
     write = found if matters(path) else warned
     return write("digest_mismatch", title, causes=causes, remedies=remedies, **evidence)
@@ -309,7 +349,9 @@ def _missing(gone: Sequence[str], files: Mapping[str, int]) -> list[Finding]:
     def needed(path: str) -> bool:
         if path == "config.json" or path.endswith(".safetensors.index.json"):
             return True
-        weights = (".safetensors", ".gguf") if has_safetensors else (".safetensors", ".gguf", *PICKLES)
+        weights = (
+            (".safetensors", ".gguf") if has_safetensors else (".safetensors", ".gguf", *PICKLES)
+        )
         return "/" not in path and path.endswith(weights) and not path.startswith("consolidated")
 
     findings = []
@@ -321,34 +363,44 @@ def _missing(gone: Sequence[str], files: Mapping[str, int]) -> list[Finding]:
     rest = [path for path in gone if not needed(path) and matters(path)]
     if rest:
         title = f"{plural(len(rest), 'file')} of the revision not here: {some(rest)}"
-        detail = "Weights are complete; a server may still want these (a tokenizer, a template, other formats)."
+        detail = (
+            "Weights are complete; a server may still want these (a tokenizer, a template, other"
+            " formats)."
+        )
         findings.append(warned("shard_missing", title, detail=detail, paths=rest))
     return findings
 
 
-def _loose(results: Sequence[FileResult], complete: Sequence[Source], accepted: bool) -> list[Finding]:
+def _loose(
+    results: Sequence[FileResult], complete: Sequence[Source], accepted: bool
+) -> list[Finding]:
     findings = []
     extra = [r.path for r in results if r.status == "extra"]
     if extra:
         names = " and ".join(s.name for s in complete)
         title = f"{plural(len(extra), 'file')} that {names} does not know: {some(extra)}"
         write = warned if any(matters(p) for p in extra) else noted
-        findings.append(write("unverified", title, paths=extra, remedies=["remove them if nobody put them there"]))
+        findings.append(
+            write(
+                "unverified", title, paths=extra, remedies=["remove them if nobody put them there"]
+            )
+        )
     loose = [r.path for r in results if r.status == "unverified"]
     if loose:
         title = f"{plural(len(loose), 'file')} with no digest to hold against: {some(loose)}"
         remedies = ["give --repo ORG/NAME (the Hub's digests) or --manifest FILE"]
         if not accepted:
             remedies.append("accept it knowingly with --allow-unverified")
-        findings.append((noted if accepted else warned)("unverified", title, paths=loose, remedies=remedies))
+        findings.append(
+            (noted if accepted else warned)("unverified", title, paths=loose, remedies=remedies)
+        )
     return findings
 
 
-# -----------------------------------------------------------------------------
 # A portable list of digests that goes with a checkpoint, to verify it without a network.
 #
-# `assay verify DIR --write-manifest FILE` writes it, `--manifest FILE` holds the files against it. The lists that
-# `sha256sum` writes are read too.
+# `assay verify DIR --write-manifest FILE` writes it, `--manifest FILE` holds the files against it.
+# The lists that `sha256sum` writes are read too.
 
 SCHEMA = "assay-manifest/1"
 _SUM_LINE = re.compile(r"^([0-9a-fA-F]{64}) [ *](.+)$")
@@ -429,14 +481,22 @@ def load(path: Path) -> Manifest:
     if not files:
         raise _bad(path, "it names no files")
     repo, revision = document.get("repo"), document.get("revision")
-    return Manifest(files, repo if isinstance(repo, str) else None, revision if isinstance(revision, str) else None)
+    return Manifest(
+        files,
+        repo if isinstance(repo, str) else None,
+        revision if isinstance(revision, str) else None,
+    )
 
 
 def _entry(path: Path, row: Any) -> tuple[str, Expected]:
     if not isinstance(row, dict):
         raise _bad(path, "an entry is not an object")
     name, digest, size = row.get("path"), row.get("sha256"), row.get("size")
-    if not isinstance(name, str) or not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
+    if (
+        not isinstance(name, str)
+        or not isinstance(digest, str)
+        or not re.fullmatch(r"[0-9a-fA-F]{64}", digest)
+    ):
         raise _bad(path, "an entry lacks a path or a sha256 of 64 digits")
     if size is not None and (type(size) is not int or size < 0):
         raise _bad(path, f"the size of {name} is not a natural number")

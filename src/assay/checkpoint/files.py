@@ -35,16 +35,18 @@ from assay.options import Options, option
 from assay.runs import cache_path
 from assay.verdict import Finding, Severity, Verdict
 
-# -----------------------------------------------------------------------------
 # What `assay verify` is asked for, and how it tells that it goes on.
 
 Show = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""(what, bytes) to a context that yields a function to call with the bytes just done, from any thread."""
+"""(what, bytes) to a context that yields a function to call with the bytes just done, from any
+thread.
+"""
 
 AUTO_BYTES = 64 << 30
 """Files without a digest to hold against are hashed if the whole checkpoint is no larger than this.
 
-Their digests tell two copies apart, which is worth some seconds, but proves nothing, so not many minutes.
+Their digests tell two copies apart, which is worth some seconds, but proves nothing, so not many
+minutes.
 """
 
 
@@ -59,26 +61,40 @@ class VerifyOptions(Options):
 
     VERB, AREA = "verify", "checkpoint"
 
-    repo: str | None = option(None, "Compare the files with this Hub repository.", metavar="ORG/NAME")
-    revision: str | None = option(None, "Branch, tag or commit (default: the recorded one, else main).")
+    repo: str | None = option(
+        None, "Compare the files with this Hub repository.", metavar="ORG/NAME"
+    )
+    revision: str | None = option(
+        None, "Branch, tag or commit (default: the recorded one, else main)."
+    )
     manifest: Path | None = option(None, "Compare the files with this list of digests.")
     write_manifest: Path | None = option(None, "Write the list of digests to this file.")
     hashing: str = option(
         "auto",
-        "Which files to hash: auto (all, but above 64 GiB only those with a digest to compare with), all, or none "
-        "(headers only).",
+        "Which files to hash: auto (all, but above 64 GiB only those with a digest to compare"
+        " with), all, or none (headers only).",
         flag="hash",
         choices=("auto", "all", "none"),
     )
     values: bool = option(False, "Look at every stored value as well.")
-    serve_args: str | None = option(None, "Command line of `vllm serve` to check against the checkpoint, as one text.")
+    serve_args: str | None = option(
+        None, "Command line of `vllm serve` to check against the checkpoint, as one text."
+    )
     engine_version: str | None = option(
-        None, "Engine that will serve it, e.g. vllm==0.32.0 (the default).", metavar="ENGINE==VERSION"
+        None,
+        "Engine that will serve it, e.g. vllm==0.32.0 (the default).",
+        metavar="ENGINE==VERSION",
     )
     capability: float | None = option(
-        None, "CUDA compute capability of the GPU, e.g. 8.6.", flag="compute-capability", lo=3, hi=20
+        None,
+        "CUDA compute capability of the GPU, e.g. 8.6.",
+        flag="compute-capability",
+        lo=3,
+        hi=20,
     )
-    target: str | None = option(None, "Target model of this draft: a path or hub:ORG/NAME.", metavar="CHECKPOINT")
+    target: str | None = option(
+        None, "Target model of this draft: a path or hub:ORG/NAME.", metavar="CHECKPOINT"
+    )
     allow_unverified: bool = option(False, "Accept files that have no digest to compare with.")
     digest_cache: bool = option(True, "Hash every file again, whatever was hashed before.")
     workers: int | None = option(None, "Threads (default: one per core).", lo=1, hi=256)
@@ -99,7 +115,6 @@ class VerifyOptions(Options):
         return (self.cache_file or cache_path("digests")) if self.digest_cache else None
 
 
-# -----------------------------------------------------------------------------
 # Everything that one verification finds, and the verdict that follows from it.
 
 NO_HEAD = MtpReport("none", "", 0, 0, None, None)
@@ -142,7 +157,9 @@ class Outcome:
         self.findings.extend(findings)
 
     def verdict(self) -> Verdict:
-        """Fail for what does not hold, then error for what could not be examined, then inconclusive."""
+        """Fail for what does not hold, then error for what could not be examined, then
+        inconclusive.
+        """
         errors = [f for f in self.findings if f.severity is Severity.ERROR]
         if any(f.id != "checkpoint.not_examined" for f in errors):
             return Verdict.FAIL
@@ -156,7 +173,11 @@ class Outcome:
             return Verdict.INCONCLUSIVE
         statuses = {f.status for f in self.files}
         strangers = "extra" in statuses and "verified" not in statuses
-        return Verdict.INCONCLUSIVE if _held(self.options) and ("unverified" in statuses or strangers) else Verdict.PASS
+        return (
+            Verdict.INCONCLUSIVE
+            if _held(self.options) and ("unverified" in statuses or strangers)
+            else Verdict.PASS
+        )
 
 
 def _held(options: VerifyOptions) -> bool:
@@ -164,11 +185,10 @@ def _held(options: VerifyOptions) -> bool:
     return bool(options.repo or options.manifest or not options.write_manifest)
 
 
-# -----------------------------------------------------------------------------
-
-
 def examine_local(outcome: Outcome, stated: Manifest | None, show: Show) -> None:
-    """Hash and judge the files. Their findings go before the others: a damaged file explains what follows from it."""
+    """Hash and judge the files. Their findings go before the others: a damaged file explains what
+    follows from it.
+    """
     layout, options = outcome.opened.layout, outcome.options
     if layout is None:
         return
@@ -181,7 +201,12 @@ def examine_local(outcome: Outcome, stated: Manifest | None, show: Show) -> None
         findings = list(_unread(digests))
         loaded = loaded_files(outcome.opened.checkpoint)
         outcome.files, judged = judge(
-            sizes, digests, sources, layout.dangling, loaded, accepted=options.allow_unverified or not _held(options)
+            sizes,
+            digests,
+            sources,
+            layout.dangling,
+            loaded,
+            accepted=options.allow_unverified or not _held(options),
         )
         outcome.findings[:0] = findings + judged
     outcome.add(_unhashed(outcome, digests))
@@ -195,20 +220,28 @@ def _counted_files(layout: Layout, options: VerifyOptions) -> dict[str, int]:
     return {name: file.size for name, file in layout.files.items() if file.real not in own}
 
 
-def _sources(outcome: Outcome, layout: Layout, stated: Manifest | None, sizes: dict[str, int]) -> list[Source]:
+def _sources(
+    outcome: Outcome, layout: Layout, stated: Manifest | None, sizes: dict[str, int]
+) -> list[Source]:
     """Everybody who vouches for files: the manifest, the Hub, what was noted at the download."""
     options = outcome.options
     sources: list[Source] = []
-    outcome.repo, outcome.revision = options.repo or layout.repo, layout.revision or options.revision
+    outcome.repo, outcome.revision = (
+        options.repo or layout.repo,
+        layout.revision or options.revision,
+    )
     if stated is not None:
         sources.append(stated.source())
         outcome.repo = outcome.repo or stated.repo
         outcome.revision = outcome.revision or stated.revision
     if options.repo is not None:
         try:
-            listed = list_revision(options.repo.removeprefix("hub:"), options.revision or layout.revision)
+            listed = list_revision(
+                options.repo.removeprefix("hub:"), options.revision or layout.revision
+            )
         except AssayError as error:
-            # What can be examined without the Hub still is; the verdict says that this could not be.
+            # What can be examined without the Hub still is; the verdict says that this could not
+            # be.
             outcome.unreachable.append(error)
             outcome.findings.append(error.to_finding())
         else:
@@ -217,8 +250,14 @@ def _sources(outcome: Outcome, layout: Layout, stated: Manifest | None, sizes: d
     if layout.recorded:
         where = "the Hub cache" if layout.kind == "hf_cache" else "the download's own record"
         sources.append(recorded_source(where, layout.recorded))
-    if layout.kind in {"gguf", "safetensors"}:  # one file of a repository: the others are not missed
-        sources = [replace(s, files={p: e for p, e in s.files.items() if p in sizes}, complete=False) for s in sources]
+    if layout.kind in {
+        "gguf",
+        "safetensors",
+    }:  # one file of a repository: the others are not missed
+        sources = [
+            replace(s, files={p: e for p, e in s.files.items() if p in sizes}, complete=False)
+            for s in sources
+        ]
     return sources
 
 
@@ -247,11 +286,17 @@ def _hash(
     finally:
         cached = [n for n, _, _ in wanted if n in digests and digests[n].cached]
         outcome.cached_bytes = sum(sizes[n] for n in cached)
-        outcome.hashed_bytes = sum(sizes[n] for n, d in digests.items() if d.sha256 and not d.cached)
+        outcome.hashed_bytes = sum(
+            sizes[n] for n, d in digests.items() if d.sha256 and not d.cached
+        )
 
 
-def wants_hash(name: str, size: int, total: int, sources: Sequence[Source], options: VerifyOptions) -> bool:
-    """Whether a file is to be hashed: see `VerifyOptions.hashing`. One whose size is wrong needs no digest to be wrong."""
+def wants_hash(
+    name: str, size: int, total: int, sources: Sequence[Source], options: VerifyOptions
+) -> bool:
+    """Whether a file is to be hashed: see `VerifyOptions.hashing`. One whose size is wrong needs no
+    digest to be wrong.
+    """
     if options.hashing == "none":
         return False
     if options.hashing == "all" or options.write_manifest is not None or total <= AUTO_BYTES:
@@ -262,7 +307,12 @@ def wants_hash(name: str, size: int, total: int, sources: Sequence[Source], opti
 
 def _unread(digests: dict[str, Digest]) -> list[Finding]:
     return [
-        found("not_examined", f"cannot read {name}: {digest.problem}", path=name, reason=digest.problem)
+        found(
+            "not_examined",
+            f"cannot read {name}: {digest.problem}",
+            path=name,
+            reason=digest.problem,
+        )
         for name, digest in digests.items()
         if digest.problem
     ]
@@ -270,11 +320,20 @@ def _unread(digests: dict[str, Digest]) -> list[Finding]:
 
 def _unhashed(outcome: Outcome, digests: dict[str, Digest]) -> list[Finding]:
     """Say which files have no sha256 because nobody vouches for them."""
-    names = [f.path for f in outcome.files if f.status in {"unverified", "extra"} and f.path not in digests]
+    names = [
+        f.path
+        for f in outcome.files
+        if f.status in {"unverified", "extra"} and f.path not in digests
+    ]
     if not names or outcome.options.hashing == "none":
         return []
-    title = f"{plural(len(names), 'file')} not hashed: more than 64 GiB, and nothing to hold the digests against"
-    return [noted("unverified", title, paths=names[:20], remedies=["--hash all hashes them anyway"])]
+    title = (
+        f"{plural(len(names), 'file')} not hashed: more than 64 GiB, and nothing to hold the"
+        " digests against"
+    )
+    return [
+        noted("unverified", title, paths=names[:20], remedies=["--hash all hashes them anyway"])
+    ]
 
 
 def _write_manifest(outcome: Outcome, path: Path) -> None:
@@ -292,8 +351,8 @@ def _write_manifest(outcome: Outcome, path: Path) -> None:
     outcome.findings.append(noted("manifest_written", title, remedies=remedies, count=len(files)))
 
 
-# -----------------------------------------------------------------------------
-# The files of a checkpoint on the Hub: the small ones that were read are held against their digests.
+# The files of a checkpoint on the Hub: the small ones that were read are held against their
+# digests.
 
 READ = (".json", ".jinja")
 """Documents that the rules read."""
@@ -301,7 +360,9 @@ MAX_BYTES = 32 << 20
 
 
 def examine_remote(outcome: Outcome, stated: Manifest | None, show: Show) -> None:
-    """Digests of what was read; the weights are not here, so they stay unverified with the Hub's own digest."""
+    """Digests of what was read; the weights are not here, so they stay unverified with the Hub's
+    own digest.
+    """
     hub, checkpoint = outcome.opened.hub, outcome.opened.checkpoint
     if hub is None:
         return
@@ -318,15 +379,24 @@ def examine_remote(outcome: Outcome, stated: Manifest | None, show: Show) -> Non
             try:
                 digests[name] = hash_bytes(checkpoint.read(name))
             except OSError as error:
-                outcome.findings.append(warned("not_examined", f"cannot read {name}: {error}", path=name))
+                outcome.findings.append(
+                    warned("not_examined", f"cannot read {name}: {error}", path=name)
+                )
             progress(hub.files[name].size)
     results, findings = judge(dict(checkpoint.files), digests, sources)
     outcome.files = [
-        f if f.sha256 or f.path not in hub.files else replace(f, sha256=hub.files[f.path].sha256) for f in results
+        f if f.sha256 or f.path not in hub.files else replace(f, sha256=hub.files[f.path].sha256)
+        for f in results
     ]
     outcome.findings[:0] = [f for f in findings if f.id != "checkpoint.unverified"]
     bodies = [f.path for f in outcome.files if f.status == "unverified"]
     if bodies:
-        title = f"{plural(len(bodies), 'file')} known by the Hub's digest only: their bytes are not here"
-        remedies = ["download it and verify the folder with --repo", "accept it with --allow-unverified"]
+        title = (
+            f"{plural(len(bodies), 'file')} known by the Hub's digest only: their bytes are not"
+            " here"
+        )
+        remedies = [
+            "download it and verify the folder with --repo",
+            "accept it with --allow-unverified",
+        ]
         outcome.findings.append(noted("unverified", title, paths=bodies, remedies=remedies))

@@ -20,7 +20,6 @@ from assay.checkpoint.safetensors import Fault, Tensor
 from assay.checkpoint.structure import lost_parts
 from assay.verdict import Finding
 
-# -----------------------------------------------------------------------------
 # Tensor types: elements a block, bytes a block, and where a block keeps its float16 scales.
 
 
@@ -35,34 +34,56 @@ class GgmlType:
 
 
 TYPES: dict[int, GgmlType] = {
-    0: GgmlType("F32", 1, 4), 1: GgmlType("F16", 1, 2), 30: GgmlType("BF16", 1, 2), 28: GgmlType("F64", 1, 8),
-    24: GgmlType("I8", 1, 1), 25: GgmlType("I16", 1, 2), 26: GgmlType("I32", 1, 4), 27: GgmlType("I64", 1, 8),
-    2: GgmlType("Q4_0", 32, 18, (0,)), 3: GgmlType("Q4_1", 32, 20, (0, 2)),
-    6: GgmlType("Q5_0", 32, 22, (0,)), 7: GgmlType("Q5_1", 32, 24, (0, 2)),
-    8: GgmlType("Q8_0", 32, 34, (0,)), 9: GgmlType("Q8_1", 32, 36, (0, 2)),
-    10: GgmlType("Q2_K", 256, 84, (80, 82)), 11: GgmlType("Q3_K", 256, 110, (108,)),
-    12: GgmlType("Q4_K", 256, 144, (0, 2)), 13: GgmlType("Q5_K", 256, 176, (0, 2)),
-    14: GgmlType("Q6_K", 256, 210, (208,)), 15: GgmlType("Q8_K", 256, 292),
-    16: GgmlType("IQ2_XXS", 256, 66, (0,)), 17: GgmlType("IQ2_XS", 256, 74, (0,)),
-    18: GgmlType("IQ3_XXS", 256, 98, (0,)), 19: GgmlType("IQ1_S", 256, 50, (0,)),
-    20: GgmlType("IQ4_NL", 32, 18, (0,)), 21: GgmlType("IQ3_S", 256, 110, (0,)),
-    22: GgmlType("IQ2_S", 256, 82, (0,)), 23: GgmlType("IQ4_XS", 256, 136, (0,)), 29: GgmlType("IQ1_M", 256, 56),
-    34: GgmlType("TQ1_0", 256, 54, (52,)), 35: GgmlType("TQ2_0", 256, 66, (64,)), 39: GgmlType("MXFP4", 32, 17),
-    40: GgmlType("NVFP4", 64, 36), 41: GgmlType("Q1_0", 128, 18, (0,)),
-}  # fmt: skip
+    0: GgmlType("F32", 1, 4),
+    1: GgmlType("F16", 1, 2),
+    30: GgmlType("BF16", 1, 2),
+    28: GgmlType("F64", 1, 8),
+    24: GgmlType("I8", 1, 1),
+    25: GgmlType("I16", 1, 2),
+    26: GgmlType("I32", 1, 4),
+    27: GgmlType("I64", 1, 8),
+    2: GgmlType("Q4_0", 32, 18, (0,)),
+    3: GgmlType("Q4_1", 32, 20, (0, 2)),
+    6: GgmlType("Q5_0", 32, 22, (0,)),
+    7: GgmlType("Q5_1", 32, 24, (0, 2)),
+    8: GgmlType("Q8_0", 32, 34, (0,)),
+    9: GgmlType("Q8_1", 32, 36, (0, 2)),
+    10: GgmlType("Q2_K", 256, 84, (80, 82)),
+    11: GgmlType("Q3_K", 256, 110, (108,)),
+    12: GgmlType("Q4_K", 256, 144, (0, 2)),
+    13: GgmlType("Q5_K", 256, 176, (0, 2)),
+    14: GgmlType("Q6_K", 256, 210, (208,)),
+    15: GgmlType("Q8_K", 256, 292),
+    16: GgmlType("IQ2_XXS", 256, 66, (0,)),
+    17: GgmlType("IQ2_XS", 256, 74, (0,)),
+    18: GgmlType("IQ3_XXS", 256, 98, (0,)),
+    19: GgmlType("IQ1_S", 256, 50, (0,)),
+    20: GgmlType("IQ4_NL", 32, 18, (0,)),
+    21: GgmlType("IQ3_S", 256, 110, (0,)),
+    22: GgmlType("IQ2_S", 256, 82, (0,)),
+    23: GgmlType("IQ4_XS", 256, 136, (0,)),
+    29: GgmlType("IQ1_M", 256, 56),
+    34: GgmlType("TQ1_0", 256, 54, (52,)),
+    35: GgmlType("TQ2_0", 256, 66, (64,)),
+    39: GgmlType("MXFP4", 32, 17),
+    40: GgmlType("NVFP4", 64, 36),
+    41: GgmlType("Q1_0", 128, 18, (0,)),
+}
 """By the number that a tensor table uses."""
 FOREIGN = range(1024)
-"""Other numbers up to here are another engine's types (ik_llama.cpp counts from 97), dropped or newer ones."""
+"""Other numbers up to here are another engine's types (ik_llama.cpp counts from 97), dropped or
+newer ones.
+"""
 
-# -----------------------------------------------------------------------------
 # Read a GGUF header: magic, version, metadata and tensor table.
 #
-# A hostile file costs little: every count is bounded by the bytes that are left, and all together by `MAX_VALUES` and
-# `MAX_HEADER_BYTES` (the largest vocabularies in use, 262,144 tokens, need a quarter of either).
+# A hostile file costs little: every count is bounded by the bytes that are left, and all together
+# by `MAX_VALUES` and `MAX_HEADER_BYTES` (the largest vocabularies in use, 262,144 tokens, need a
+# quarter of either).
 #
-# Layout (version 2 and 3, little-endian): magic `GGUF`, u32 version, u64 tensors, u64 metadata pairs; then the pairs
-# (string key, u32 type, value) and the table (string name, u32 rank, u64 dims, u32 type, u64 offset); then data from the
-# next multiple of `general.alignment` (32).
+# Layout (version 2 and 3, little-endian): magic `GGUF`, u32 version, u64 tensors, u64 metadata
+# pairs; then the pairs (string key, u32 type, value) and the table (string name, u32 rank, u64
+# dims, u32 type, u64 offset); then data from the next multiple of `general.alignment` (32).
 
 MAX_STRING = 1 << 24
 MAX_DEPTH = 4
@@ -74,13 +95,26 @@ MAX_RANK = 4
 """Dimensions of a tensor (GGML_MAX_DIMS)."""
 MAX_HEADS = 64
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One row of the tensor table. `shape` is as stored: the fastest dimension first. Offsets count from the file.
+    """One row of the tensor table. `shape` is as stored: the fastest dimension first. Offsets count
+    from the file.
 
     Of a type that is not in `TYPES` the length is not known, and `end` is `start`.
     """
@@ -143,9 +177,13 @@ class _Reader:
 
     def take(self, count: int) -> bytes:
         if count > self.size - self.position:
-            raise _Broken("truncated", f"{self.name} ends inside its own header ({self.size} bytes)")
+            raise _Broken(
+                "truncated", f"{self.name} ends inside its own header ({self.size} bytes)"
+            )
         if count > MAX_HEADER_BYTES - self.position:
-            raise _Broken("header_invalid", f"{self.name} has a header of more than {MAX_HEADER_BYTES} bytes")
+            raise _Broken(
+                "header_invalid", f"{self.name} has a header of more than {MAX_HEADER_BYTES} bytes"
+            )
         data = self.stream.read(count)
         self.position += count
         return data
@@ -163,7 +201,9 @@ class _Reader:
         """Bound what the metadata may cost in memory."""
         self.values += values
         if self.values > MAX_VALUES:
-            raise _Broken("header_invalid", f"{self.name} holds more than {MAX_VALUES} metadata values")
+            raise _Broken(
+                "header_invalid", f"{self.name} holds more than {MAX_VALUES} metadata values"
+            )
 
     def value(self, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
@@ -171,11 +211,16 @@ class _Reader:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY or depth >= MAX_DEPTH:
-            raise _Broken("header_invalid", f"{self.name} has a metadata value of unknown type {kind}")
+            raise _Broken(
+                "header_invalid", f"{self.name} has a metadata value of unknown type {kind}"
+            )
         inner, count = self.number("I"), self.number("Q")
         width = struct.calcsize(_SCALARS[inner]) if inner in _SCALARS else 8
         if count * width > self.size - self.position:
-            raise _Broken("truncated", f"{self.name} announces an array of {count} entries, longer than the file")
+            raise _Broken(
+                "truncated",
+                f"{self.name} announces an array of {count} entries, longer than the file",
+            )
         self.count(count)
         if inner in _SCALARS:
             return list(struct.unpack(f"<{count}{_SCALARS[inner]}", self.take(count * width)))
@@ -183,7 +228,9 @@ class _Reader:
 
 
 def read_gguf(path: Path, name: str) -> Gguf:
-    """The header of a GGUF file. Raises OSError if the file cannot be read; everything else becomes a fault."""
+    """The header of a GGUF file. Raises OSError if the file cannot be read; everything else becomes
+    a fault.
+    """
     with path.open("rb", buffering=1 << 20) as stream:
         size = stream.seek(0, 2)
         stream.seek(0)
@@ -209,12 +256,19 @@ def _read(reader: _Reader, metadata: dict[str, Any]) -> Gguf:
         raise _Broken("header_invalid", f"{name} does not begin with GGUF but with {magic!r}")
     version = reader.number("I")
     if version in {2 << 24, 3 << 24}:
-        raise _Broken("header_invalid", f"{name} is big-endian, for a machine of another kind than those in use")
+        raise _Broken(
+            "header_invalid",
+            f"{name} is big-endian, for a machine of another kind than those in use",
+        )
     if version not in {2, 3}:
-        raise _Broken("header_invalid", f"{name} is GGUF version {version}; versions 2 and 3 are known")
+        raise _Broken(
+            "header_invalid", f"{name} is GGUF version {version}; versions 2 and 3 are known"
+        )
     count, pairs = reader.number("Q"), reader.number("Q")
     if count > MAX_TENSORS or pairs > MAX_TENSORS:
-        raise _Broken("header_invalid", f"{name} announces {count} tensors and {pairs} metadata pairs")
+        raise _Broken(
+            "header_invalid", f"{name} announces {count} tensors and {pairs} metadata pairs"
+        )
     reader.count(pairs)
     faults: list[Fault] = []
     for _ in range(pairs):
@@ -236,13 +290,19 @@ def _read(reader: _Reader, metadata: dict[str, Any]) -> Gguf:
 def _row(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     name, rank = reader.string(), reader.number("I")
     if rank > MAX_RANK:
-        raise _Broken("header_invalid", f"tensor {name[:80]} of {reader.name} has {rank} dimensions")
+        raise _Broken(
+            "header_invalid", f"tensor {name[:80]} of {reader.name} has {rank} dimensions"
+        )
     shape = tuple(reader.number("Q") for _ in range(rank))
     return name, shape, reader.number("I"), reader.number("Q")
 
 
 def _tensor(
-    row: tuple[str, tuple[int, ...], int, int], base: int, alignment: int, file: str, faults: list[Fault]
+    row: tuple[str, tuple[int, ...], int, int],
+    base: int,
+    alignment: int,
+    file: str,
+    faults: list[Fault],
 ) -> GgufTensor | None:
     name, shape, kind, offset = row
     where = f"tensor {name[:80]} of {file}"
@@ -268,7 +328,9 @@ def _aligned(position: int, alignment: int) -> int:
     return -(-position // alignment) * alignment
 
 
-def _coverage(tensors: list[GgufTensor], name: str, size: int, base: int, alignment: int) -> Iterator[Fault]:
+def _coverage(
+    tensors: list[GgufTensor], name: str, size: int, base: int, alignment: int
+) -> Iterator[Fault]:
     """Names once each, data without gap or overlap but for the padding, and all of it in the file."""
     repeated = [n for n, count in Counter(t.name for t in tensors).items() if count > 1]
     if repeated:
@@ -285,12 +347,14 @@ def _coverage(tensors: list[GgufTensor], name: str, size: int, base: int, alignm
         end, known = tensor.end, tensor.type in TYPES
     if end > size or (not known and end == size):
         cut = [t.name for t in tensors if t.end > size or (t.end == size and t.type not in TYPES)]
-        message = f"{name} is {end - size} bytes shorter than its tensor table says; {len(cut)} tensors are cut"
+        message = (
+            f"{name} is {end - size} bytes shorter than its tensor table says; {len(cut)} tensors"
+            " are cut"
+        )
         evidence = {"path": name, "size": size, "expected": end, "tensors": cut[:20]}
         yield Fault("truncated", message, evidence)
 
 
-# -----------------------------------------------------------------------------
 # What a file says about itself: layers, vocabulary, special tokens, template, draft head.
 
 
@@ -300,21 +364,31 @@ def check_gguf(gguf: Gguf) -> Iterator[Finding]:
         yield found(fault.id, fault.message, **fault.evidence)
     foreign = Counter(t.type for t in gguf.tensors if t.type not in TYPES)
     if foreign:
-        whose = "numbers of ik_llama.cpp's" if min(foreign) >= 97 else "of another engine or version"
+        whose = (
+            "numbers of ik_llama.cpp's" if min(foreign) >= 97 else "of another engine or version"
+        )
         types = ", ".join(map(str, sorted(foreign)))
-        title = f"{plural(foreign.total(), 'tensor')} of {gguf.file} not examined: types {types}, {whose}"
+        title = (
+            f"{plural(foreign.total(), 'tensor')} of {gguf.file} not examined: types {types},"
+            f" {whose}"
+        )
         detail = "Their length is not known, so where they end was not checked either."
         yield unexamined(title, detail=detail, path=gguf.file, types=sorted(foreign))
     if not gguf.tensors or any(f.id == "header_invalid" for f in gguf.faults):
         return
     # A vision projector, an adapter or an importance matrix is no language model.
-    whole = gguf.metadata.get("general.type", "model") == "model" and gguf.architecture not in {"clip", "imatrix"}
+    whole = gguf.metadata.get("general.type", "model") == "model" and gguf.architecture not in {
+        "clip",
+        "imatrix",
+    }
     if whole and gguf.metadata.get("split.count", 1) in (0, 1):
         yield from _blocks(gguf)
         yield from _vocabulary(gguf)
     text = gguf.metadata.get("tokenizer.chat_template")
     if text is not None and (problem := template_problem(text)):
-        yield found("chat_template_invalid", f"the chat template in {gguf.file} {problem}", path=gguf.file)
+        yield found(
+            "chat_template_invalid", f"the chat template in {gguf.file} {problem}", path=gguf.file
+        )
 
 
 def _blocks(gguf: Gguf) -> Iterator[Finding]:
@@ -326,16 +400,26 @@ def _blocks(gguf: Gguf) -> Iterator[Finding]:
         return
     gaps = [i for i in range(min(count, 10_000)) if i not in blocks]
     if gaps and gaps != list(range(count - gguf.setting("nextn_predict_layers"), count)):
-        title = f"{plural(len(gaps), 'layer')} of {count} not in {gguf.file}: {some(map(str, gaps))}"
+        title = (
+            f"{plural(len(gaps), 'layer')} of {count} not in {gguf.file}: {some(map(str, gaps))}"
+        )
         yield found("tensor_missing", title, layers=gaps[:SHOWN])
     if max(blocks) >= count:
         title = f"{gguf.file} says {count} layers, its tensors go on to layer {max(blocks)}"
         yield found("config_conflict", title, block_count=count, stored=max(blocks) + 1)
-    ordinary = {i: names for i, names in blocks.items() if not any(n.startswith("nextn.") for n in names)}
+    ordinary = {
+        i: names for i, names in blocks.items() if not any(n.startswith("nextn.") for n in names)
+    }
     for index, lost in lost_parts(ordinary, 3).items():
-        yield found("tensor_missing", f"layer {index} of {gguf.file} lacks {some(lost)}", tensors=lost[:SHOWN])
+        yield found(
+            "tensor_missing",
+            f"layer {index} of {gguf.file} lacks {some(lost)}",
+            tensors=lost[:SHOWN],
+        )
     if not any(t.name == "token_embd.weight" for t in gguf.tensors):
-        yield found("tensor_missing", f"{gguf.file} has no token_embd.weight", tensors=["token_embd.weight"])
+        yield found(
+            "tensor_missing", f"{gguf.file} has no token_embd.weight", tensors=["token_embd.weight"]
+        )
 
 
 def _vocabulary(gguf: Gguf) -> Iterator[Finding]:
@@ -352,14 +436,19 @@ def _vocabulary(gguf: Gguf) -> Iterator[Finding]:
         if type(value) is int and value >= len(tokens):
             title = f"{key}_token_id {value} of {gguf.file} is outside its {len(tokens)} tokens"
             yield found("tokenizer_conflict", title, key=key, value=value)
-    if gguf.metadata.get("tokenizer.ggml.model") == "gpt2" and not gguf.metadata.get("tokenizer.ggml.pre"):
+    if gguf.metadata.get("tokenizer.ggml.model") == "gpt2" and not gguf.metadata.get(
+        "tokenizer.ggml.pre"
+    ):
         title = f"{gguf.file} names no pre-tokeniser: digits and apostrophes are split by a default"
         references = ["https://github.com/ggml-org/llama.cpp/pull/6920"]
         yield warned("tokenizer_conflict", title, references=references)
     for key in ("scores", "token_type"):
         values = gguf.metadata.get(f"tokenizer.ggml.{key}")
         if isinstance(values, list) and len(values) != len(tokens):
-            title = f"tokenizer.ggml.{key} of {gguf.file} has {len(values)} entries for {len(tokens)} tokens"
+            title = (
+                f"tokenizer.ggml.{key} of {gguf.file} has {len(values)} entries for {len(tokens)}"
+                " tokens"
+            )
             yield found("tokenizer_conflict", title)
 
 
@@ -368,15 +457,26 @@ _LAYER_PART = re.compile(r"(attn|ffn|post)_")
 
 
 def examine_gguf(gguf: Gguf) -> MtpReport:
-    """The draft head of a GGUF file: the last `nextn_predict_layers` blocks, with their `nextn.*` tensors.
+    """The draft head of a GGUF file: the last `nextn_predict_layers` blocks, with their `nextn.*`
+    tensors.
 
-    Each is a whole layer: it owes attention and MLP, and what all layers of the backbone have in common.
+    Each is a whole layer: it owes attention and MLP, and what all layers of the backbone have in
+    common.
     """
-    depth, count, blocks = gguf.setting("nextn_predict_layers"), gguf.setting("block_count"), gguf.blocks()
+    depth, count, blocks = (
+        gguf.setting("nextn_predict_layers"),
+        gguf.setting("block_count"),
+        gguf.blocks(),
+    )
     heads = {i: names for i, names in blocks.items() if any(n.startswith("nextn.") for n in names)}
-    name, key = f"gguf {gguf.architecture}", f"{gguf.architecture}.nextn_predict_layers" if depth else None
+    name, key = (
+        f"gguf {gguf.architecture}",
+        f"{gguf.architecture}.nextn_predict_layers" if depth else None,
+    )
     if not heads:
-        return MtpReport("absent" if depth else "none", name, depth, 0, False if depth else None, None, key)
+        return MtpReport(
+            "absent" if depth else "none", name, depth, 0, False if depth else None, None, key
+        )
     backbone = [names for i, names in blocks.items() if i not in heads and i < count - depth]
     owed = {n for n in set.intersection(*backbone) if _LAYER_PART.match(n)} if backbone else set()
     missing: list[str] = []
@@ -391,8 +491,8 @@ def examine_gguf(gguf: Gguf) -> MtpReport:
     return MtpReport(status, name, depth, present, not missing, None, key, missing=tuple(missing))
 
 
-# -----------------------------------------------------------------------------
-# A model in several GGUF files: are all parts here, and do they hold the tensors that they announce together?
+# A model in several GGUF files: are all parts here, and do they hold the tensors that they announce
+# together?
 
 _PART = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 MAX_PARTS = 10_000
@@ -432,8 +532,8 @@ def _together(stem: str, parts: Sequence[Gguf], count: int) -> Iterator[Finding]
             yield found("index_mismatch", title, announced=total, stored=stored)
 
 
-# -----------------------------------------------------------------------------
-# What a value scan reads of a GGUF file: the plain tensors (quantised blocks are judged by their scales).
+# What a value scan reads of a GGUF file: the plain tensors (quantised blocks are judged by their
+# scales).
 
 _PLAIN = {0: "F32", 1: "F16", 30: "BF16", 28: "F64"}
 ROWS = 1 << 16
@@ -444,11 +544,15 @@ def gguf_jobs(gguf: Gguf) -> Iterator[Tensor]:
     for tensor in gguf.tensors:
         if tensor.type in _PLAIN and tensor.end <= gguf.size:
             shape = tuple(reversed(tensor.shape))
-            yield Tensor(tensor.name, _PLAIN[tensor.type], shape, gguf.file, tensor.start, tensor.end)
+            yield Tensor(
+                tensor.name, _PLAIN[tensor.type], shape, gguf.file, tensor.start, tensor.end
+            )
 
 
 def check_block_scales(gguf: Gguf, path: Path) -> Iterator[Finding]:
-    """The float16 scales of quantised blocks: none may be Inf or NaN, and not all of a matrix may be zero."""
+    """The float16 scales of quantised blocks: none may be Inf or NaN, and not all of a matrix may
+    be zero.
+    """
     nonfinite: dict[str, int] = {}
     zero: list[str] = []
     for tensor in gguf.tensors:
@@ -459,9 +563,18 @@ def check_block_scales(gguf: Gguf, path: Path) -> Iterator[Finding]:
             if not used and not tensor.name.endswith("token_embd.weight"):
                 zero.append(tensor.name)
     if nonfinite:
-        title = f"{plural(len(nonfinite), 'tensor')} with block scales that are no numbers: {some(nonfinite)}"
+        title = (
+            f"{plural(len(nonfinite), 'tensor')} with block scales that are no numbers:"
+            f" {some(nonfinite)}"
+        )
         evidence = dict(list(nonfinite.items())[:SHOWN])
-        yield found("nonfinite", title, causes=["an overflow when quantising"], tensors=evidence, count=len(nonfinite))
+        yield found(
+            "nonfinite",
+            title,
+            causes=["an overflow when quantising"],
+            tensors=evidence,
+            count=len(nonfinite),
+        )
     if zero:
         title = f"{plural(len(zero), 'tensor')} whose block scales are all zero: {some(zero)}"
         yield found("tensor_constant", title, tensors=zero[:SHOWN], count=len(zero))
@@ -470,7 +583,9 @@ def check_block_scales(gguf: Gguf, path: Path) -> Iterator[Finding]:
 def _count(tensor: GgufTensor, path: Path) -> tuple[int, bool]:
     """(scales that are Inf or NaN, whether any scale is nonzero)."""
     kind = TYPES[tensor.type]
-    stored = np.memmap(path, np.uint8, "r", tensor.start, (tensor.end - tensor.start,)).reshape(-1, kind.nbytes)
+    stored = np.memmap(path, np.uint8, "r", tensor.start, (tensor.end - tensor.start,)).reshape(
+        -1, kind.nbytes
+    )
     bad, used = 0, False
     for first in range(0, len(stored), ROWS):
         part = stored[first : first + ROWS]

@@ -1,4 +1,6 @@
-"""A repository on the Hub: its files, digests, headers and small documents, within bounds on time and tries."""
+"""A repository on the Hub: its files, digests, headers and small documents, within bounds on time
+and tries.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,6 @@ PAUSE_S = 0.5
 """Seconds before the second try; doubled for the third."""
 
 
-# -----------------------------------------------------------------------------
 # One clear line for everything that can go wrong between here and the Hub.
 
 
@@ -39,7 +40,13 @@ def http_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.utils import get_session
 
     library = __import__(type(get_session()).__module__.partition(".")[0])
-    return (library.HTTPError, library.InvalidURL, library.StreamError, OfflineModeIsEnabled, OSError)
+    return (
+        library.HTTPError,
+        library.InvalidURL,
+        library.StreamError,
+        OfflineModeIsEnabled,
+        OSError,
+    )
 
 
 def status_of(error: BaseException) -> int | None:
@@ -49,7 +56,9 @@ def status_of(error: BaseException) -> int | None:
 
 
 def translated(error: BaseException, repo: str, revision: str) -> AssayError:
-    """The error that the user sees. Slow or limited is inconclusive, everything else could not be examined."""
+    """The error that the user sees. Slow or limited is inconclusive, everything else could not be
+    examined.
+    """
     status, name = status_of(error), type(error).__name__
     if isinstance(error, AssayError):
         return error
@@ -63,35 +72,45 @@ def translated(error: BaseException, repo: str, revision: str) -> AssayError:
         reason = f"the Hub denies access ({status}): private, gated, or no such repository"
         return unreadable(repo, reason, "log in with `hf auth login`")
     if status == 404:
-        return unreadable(repo, "the Hub knows no such repository or file (404)", "check the id and your access")
+        return unreadable(
+            repo, "the Hub knows no such repository or file (404)", "check the id and your access"
+        )
     if status is not None:
         return unreadable(repo, f"the Hub answers with status {status}")
     if name == "OfflineModeIsEnabled":
         return unreadable(repo, "HF_HUB_OFFLINE is set", "use --manifest instead, or unset it")
-    return unreadable(repo, f"the Hub cannot be reached ({name})", "use --manifest to verify without a network")
+    return unreadable(
+        repo, f"the Hub cannot be reached ({name})", "use --manifest to verify without a network"
+    )
 
 
 def unreadable(repo: str, reason: str, remedy: str = "") -> AssayError:
     """The repository could not be examined (exit code 2)."""
-    return AssayError(f"cannot read {repo}: {reason}", finding_id="checkpoint.not_examined", remedy=remedy)
+    return AssayError(
+        f"cannot read {repo}: {reason}", finding_id="checkpoint.not_examined", remedy=remedy
+    )
 
 
 def late(repo: str, reason: str) -> InconclusiveError:
     """The Hub is there, but not now (exit code 3)."""
     return InconclusiveError(
-        f"cannot read {repo}: {reason}", finding_id="checkpoint.not_examined", remedy="try again later"
+        f"cannot read {repo}: {reason}",
+        finding_id="checkpoint.not_examined",
+        remedy="try again later",
     )
 
 
-# -----------------------------------------------------------------------------
-# Bounds on time and tries around huggingface_hub's own retries, which wait as long as a server asks them to.
+# Bounds on time and tries around huggingface_hub's own retries, which wait as long as a server asks
+# them to.
 
 _RESET = re.compile(r"\bt=(\d+)")
 
 
 @contextmanager
 def bounded(repo: str) -> Iterator[None]:
-    """Within this block every request through huggingface_hub's session is bounded, and its warnings are kept quiet."""
+    """Within this block every request through huggingface_hub's session is bounded, and its
+    warnings are kept quiet.
+    """
     from huggingface_hub.utils import get_session
 
     session = get_session()
@@ -99,8 +118,9 @@ def bounded(repo: str) -> Iterator[None]:
     level, kept = logger.level, {name: list(hooks) for name, hooks in session.event_hooks.items()}
     before, after = _hooks(repo, time.monotonic() + BUDGET_S)
     session.event_hooks = {
-        "request": [*kept.get("request", []), before], "response": [*kept.get("response", []), after]
-    }  # fmt: skip
+        "request": [*kept.get("request", []), before],
+        "response": [*kept.get("response", []), after],
+    }
     logger.setLevel(logging.CRITICAL)
     try:
         yield
@@ -121,7 +141,8 @@ def _hooks(repo: str, deadline: float) -> tuple[Callable[[Any], None], Callable[
             raise late(repo, "the Hub answers too slowly")
         given = request.extensions.get("timeout") or {}
         request.extensions["timeout"] = {
-            key: min(given.get(key) or REQUEST_S, left) for key in ("connect", "read", "write", "pool")
+            key: min(given.get(key) or REQUEST_S, left)
+            for key in ("connect", "read", "write", "pool")
         }
 
     def after(response: Any) -> None:
@@ -141,7 +162,9 @@ def _hooks(repo: str, deadline: float) -> tuple[Callable[[Any], None], Callable[
 
 
 def asked_wait(headers: Mapping[str, str]) -> float:
-    """Seconds that a server asks to wait (`Retry-After`, or `t=` of `RateLimit`); a date counts as long."""
+    """Seconds that a server asks to wait (`Retry-After`, or `t=` of `RateLimit`); a date counts as
+    long.
+    """
     after = headers.get("retry-after", "").strip()
     if after:
         return float(after) if re.fullmatch(r"\d+(\.\d+)?", after) else float("inf")
@@ -149,7 +172,6 @@ def asked_wait(headers: Mapping[str, str]) -> float:
     return float(reset[1]) if reset else 0.0
 
 
-# -----------------------------------------------------------------------------
 # Ask again after a hiccup. Releases of huggingface_hub differ in what they retry by themselves.
 
 T = TypeVar("T")
@@ -178,7 +200,6 @@ def _transient(error: Exception) -> bool:
     return not any(part in type(error).__name__ for part in _FINAL)
 
 
-# -----------------------------------------------------------------------------
 # Which files a revision has, with their digests, and the commit that it stands for.
 
 # A mirror may serve trees only; if the repository does not exist, the tree's request says so.
@@ -213,7 +234,9 @@ class HubRevision:
         """The digests as something that files are held against."""
         name = "the Hub"
         files = {
-            f.path: Expected(name, sha256=f.sha256, git_sha1=None if f.sha256 else f.git_sha1, size=f.size)
+            f.path: Expected(
+                name, sha256=f.sha256, git_sha1=None if f.sha256 else f.git_sha1, size=f.size
+            )
             for f in self.files.values()
         }
         return Source(name, files, complete=True)
@@ -225,7 +248,9 @@ def endpoint() -> str | None:
 
 
 def list_revision(repo: str, revision: str | None) -> HubRevision:
-    """The files of a revision (default `main`). Raises AssayError with one line if they cannot be had."""
+    """The files of a revision (default `main`). Raises AssayError with one line if they cannot be
+    had.
+    """
     api, file_type = _api(repo)
     asked = revision or "main"
     with bounded(repo):
@@ -270,11 +295,12 @@ def _api(repo: str) -> tuple[Any, Any]:
         validate_repo_id(repo)
     except HFValidationError as error:
         message = f"{repo!r} is not a repository id"
-        raise AssayError(message, finding_id="checkpoint.not_examined", remedy="write ORG/NAME") from error
+        raise AssayError(
+            message, finding_id="checkpoint.not_examined", remedy="write ORG/NAME"
+        ) from error
     return HfApi(endpoint=endpoint()), RepoFile
 
 
-# -----------------------------------------------------------------------------
 # Small files and headers of a revision, read without downloading a body.
 
 HEAD_BYTES = 1 << 17
@@ -293,7 +319,9 @@ def read_file(hub: HubRevision, path: str) -> bytes:
 
 
 def read_headers(hub: HubRevision, names: Sequence[str]) -> dict[str, Header]:
-    """Headers of remote safetensors files, by one or two range requests each, several files at a time."""
+    """Headers of remote safetensors files, by one or two range requests each, several files at a
+    time.
+    """
 
     def one(name: str) -> tuple[str, Header]:
         size, head = hub.files[name].size, b""
@@ -315,7 +343,8 @@ def read_headers(hub: HubRevision, names: Sequence[str]) -> dict[str, Header]:
 
 
 def _get(hub: HubRevision, path: str, first_bytes: int | None) -> bytes:
-    """A file, or its first bytes: never more of a body than was asked for, whatever the server sends.
+    """A file, or its first bytes: never more of a body than was asked for, whatever the server
+    sends.
 
     Raises one of `http_errors`. A body that was cut short is asked for again.
     """

@@ -10,14 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from assay.checkpoint import SHOWN, found, plural, some, unexamined, warned
-from assay.checkpoint.declared import CARRIERS, FUSED, PACKED_KINDS, Declared, Kind, carrier, fused_kind, stored_kind
+from assay.checkpoint.declared import (
+    CARRIERS,
+    FUSED,
+    PACKED_KINDS,
+    Declared,
+    Kind,
+    carrier,
+    fused_kind,
+    stored_kind,
+)
 from assay.checkpoint.documents import SIDECARS
 from assay.checkpoint.safetensors import Params, layer_index
 from assay.checkpoint.structure import expectation
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding
 
-# -----------------------------------------------------------------------------
 # How many values a packed weight holds, against the matrix that the config promises.
 
 _HALF_BYTE = frozenset({Kind.NVFP4, Kind.NVFP4_PACKED, Kind.MXFP4, Kind.BNB4})
@@ -25,7 +33,8 @@ _WORDS = frozenset({Kind.GPTQ, Kind.AWQ, Kind.PACKED})
 
 
 def values(kind: Kind, params: Params, bits: int | None) -> int | None:
-    """Number of values that the packed weight holds; None where the kind or its width does not tell.
+    """Number of values that the packed weight holds; None where the kind or its width does not
+    tell.
 
     Words of 32 bits hold `32 / bits` values, GPTQ's three-bit words 32 in three.
     """
@@ -44,30 +53,37 @@ def values(kind: Kind, params: Params, bits: int | None) -> int | None:
     return stored * (32 // bits)
 
 
-def disagreement(kind: Kind, params: Params, bits: int | None, promised: tuple[int, ...]) -> str | None:
+def disagreement(
+    kind: Kind, params: Params, bits: int | None, promised: tuple[int, ...]
+) -> str | None:
     """A complaint if a packed weight cannot be the matrix [out, in] that the config promises."""
     held = values(kind, params, bits)
     if held is None or len(promised) != 2:
         return None
     out, width = promised
     per_word = 32 // bits if kind is Kind.PACKED and bits else 1
-    wanted = out * -(-width // per_word) * per_word  # compressed-tensors fills up each row's last word
+    wanted = (
+        out * -(-width // per_word) * per_word
+    )  # compressed-tensors fills up each row's last word
     if held == wanted:
         return None
     packed = f" at {bits} bits" if bits else ""
     return f"it packs {held} values{packed}; the config needs {out} × {width} = {out * width}"
 
 
-# -----------------------------------------------------------------------------
-
-# Small projections that decide which expert or state is used; every tool leaves them in full precision.
+# Small projections that decide which expert or state is used; every tool leaves them in full
+# precision.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "gate_inp", "wg"})
-_OTHER_TOWERS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|multi_modal\w*|mm_\w*|embed_vision|connector)\.")
+_OTHER_TOWERS = re.compile(
+    r"(^|\.)(visual|vision\w*|audio\w*|multi_modal\w*|mm_\w*|embed_vision|connector)\."
+)
 _FUSED_EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w13", "w2")
 
 
 def weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Kind, Params]]:
-    """(module, how it is stored, its parameters) of every weight that a quantiser may touch, MTP modules included."""
+    """(module, how it is stored, its parameters) of every weight that a quantiser may touch, MTP
+    modules included.
+    """
     for module, params in checkpoint.modules.items():
         kind = stored_kind(params)
         if kind is not None and (kind is not Kind.PLAIN or _is_linear(module, params)):
@@ -81,7 +97,13 @@ def weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Kind, Params]]:
 
 def _is_linear(module: str, params: Params) -> bool:
     last = module.rpartition(".")[2]
-    if last in _ROUTERS or last == "head" or "norm" in last or "embed" in last or _OTHER_TOWERS.search(module):
+    if (
+        last in _ROUTERS
+        or last == "head"
+        or "norm" in last
+        or "embed" in last
+        or _OTHER_TOWERS.search(module)
+    ):
         return False
     inside = layer_index(module + ".") is not None or "mtp" in module
     return inside and len(params["weight"].shape) == 2
@@ -107,12 +129,17 @@ def check_quantization(
         if declared.unexamined:
             title = f"{declared.unexamined}; its tensors were not examined"
             remedies = ["compare the served model with its reference: assay compare"]
-            yield unexamined(title, remedies=remedies, method=declared.method, source=declared.source)
+            yield unexamined(
+                title, remedies=remedies, method=declared.method, source=declared.source
+            )
         promised = expectation(checkpoint)
         yield from _disagreements(declared, stored, packed, promised.shapes if promised else {})
     elif set(packed) == {Kind.HQQ}:
         title = f"{packed[Kind.HQQ]} modules in HQQ's own format, which no config declares"
-        detail = "Each module carries its settings; the hqq library reads them, other engines find no weights."
+        detail = (
+            "Each module carries its settings; the hqq library reads them, other engines find no"
+            " weights."
+        )
         yield warned("quantization_conflict", title, detail=detail, stored=packed)
     elif packed:
         names = ", ".join(f"{n} × {k}" for k, n in packed.items())
@@ -158,23 +185,34 @@ def _disagreements(
         return
     if other:
         module, (kind, wanted) = next(iter(other.items()))
-        title = f"{plural(len(other), 'module')} stored otherwise than {method} says, first {module}: "
+        title = (
+            f"{plural(len(other), 'module')} stored otherwise than {method} says, first {module}: "
+        )
         title += f"{kind} stored, {wanted} declared"
         causes = [f"the declaration in {source} belongs to another export of this model"]
         if method == "auto-round" and kind is Kind.AWQ:
-            causes.insert(0, "packing_format is missing or wrong: without it AutoRound's GPTQ layout is assumed")
-        yield _conflict(title, {m: {"stored": k, "declared": w} for m, (k, w) in other.items()}, causes)
+            causes.insert(
+                0,
+                "packing_format is missing or wrong: without it AutoRound's GPTQ layout is assumed",
+            )
+        yield _conflict(
+            title, {m: {"stored": k, "declared": w} for m, (k, w) in other.items()}, causes
+        )
     if plain:
         title = f"{plural(len(plain), 'module')} declared {method} and stored plain: {some(plain)}"
         causes = ["the modules were left out when quantising and not put on the ignore list"]
         yield _conflict(title, plain, causes, [f"add them to the ignore list in {source}"])
     if excluded:
-        title = f"{plural(len(excluded), 'module')} on the ignore list and stored quantised: {some(excluded)}"
+        title = (
+            f"{plural(len(excluded), 'module')} on the ignore list and stored quantised:"
+            f" {some(excluded)}"
+        )
         yield _conflict(title, excluded, remedies=[f"take them off the ignore list in {source}"])
     if shapes:
         module, problem = next(iter(shapes.items()))
         title = (
-            f"{plural(len(shapes), 'module')} packed otherwise than bits and group size say, first {module}: {problem}"
+            f"{plural(len(shapes), 'module')} packed otherwise than bits and group size say, first"
+            f" {module}: {problem}"
         )
         causes = [f"bits or group_size in {source} is not what the tensors were packed with"]
         yield _conflict(title, shapes, causes, bits=declared.bits, group_size=declared.group_size)
@@ -190,7 +228,13 @@ def _conflict(
     """A `quantization_conflict` with the first of its modules."""
     shown = modules[:SHOWN] if isinstance(modules, list) else dict(list(modules.items())[:SHOWN])
     return found(
-        "quantization_conflict", title, causes=causes, remedies=remedies, modules=shown, count=len(modules), **evidence
+        "quantization_conflict",
+        title,
+        causes=causes,
+        remedies=remedies,
+        modules=shown,
+        count=len(modules),
+        **evidence,
     )
 
 
@@ -204,12 +248,16 @@ _PARTS: Mapping[Kind, tuple[tuple[str, ...], ...]] = {
     Kind.FP8_UNSCALED: (("weight_scale", "weight_scale_inv", "scale"),),
     Kind.BNB4: (("weight.absmax",), ("weight.quant_map",)),
     Kind.HQQ: (("scale", "scale_q"), ("zero", "zero_q")),
-    Kind.TORCHAO: (("_weight_scale", "_weight_scale_and_zero", "_weight_block_scale", "weight_scale"),),
+    Kind.TORCHAO: (
+        ("_weight_scale", "_weight_scale_and_zero", "_weight_block_scale", "weight_scale"),
+    ),
 }
 """Parameters that a stored kind cannot be read without; each tuple names alternatives."""
 
 
-def _missing_parts(stored: list[tuple[str, Kind, Params]], declared: Declared | None) -> Iterator[Finding]:
+def _missing_parts(
+    stored: list[tuple[str, Kind, Params]], declared: Declared | None
+) -> Iterator[Finding]:
     lacking: dict[str, str] = {}
     for module, kind, params in stored:
         if not params or kind is Kind.PLAIN:
@@ -227,23 +275,43 @@ def _missing_parts(stored: list[tuple[str, Kind, Params]], declared: Declared | 
         yield _conflict(title, lacking, causes, detail=detail)
 
 
-def _unwanted_parts(stored: list[tuple[str, Kind, Params]], declared: Declared | None) -> Iterator[Finding]:
+def _unwanted_parts(
+    stored: list[tuple[str, Kind, Params]], declared: Declared | None
+) -> Iterator[Finding]:
     if declared is None:
         return
     extra = [
-        f"{m}.{p}" for m, kind, params in stored if kind is not Kind.PLAIN for p in declared.unwanted(m) if p in params
+        f"{m}.{p}"
+        for m, kind, params in stored
+        if kind is not Kind.PLAIN
+        for p in declared.unwanted(m)
+        if p in params
     ]
     if extra:
-        title = f"{plural(len(extra), 'zero-point')} of weights that are declared symmetric: {some(extra)}"
+        title = (
+            f"{plural(len(extra), 'zero-point')} of weights that are declared symmetric:"
+            f" {some(extra)}"
+        )
         causes = ["the scheme in the declaration is not the one that was used"]
         detail = "An engine drops them, and reads every weight as if its zero-point were 0."
-        yield found("orphan_scale", title, detail=detail, causes=causes, tensors=extra[:SHOWN], count=len(extra))
+        yield found(
+            "orphan_scale",
+            title,
+            detail=detail,
+            causes=causes,
+            tensors=extra[:SHOWN],
+            count=len(extra),
+        )
 
 
-def _split_groups(stored: list[tuple[str, Kind, Params]], declared: Declared | None) -> Iterator[Finding]:
+def _split_groups(
+    stored: list[tuple[str, Kind, Params]], declared: Declared | None
+) -> Iterator[Finding]:
     """Engines fuse q, k, v and gate, up into one matrix: they must be stored alike."""
     bits = declared.bits_of if declared is not None else lambda module: None
-    kinds = {module: (kind, None if kind is Kind.PLAIN else bits(module)) for module, kind, _ in stored}
+    kinds = {
+        module: (kind, None if kind is Kind.PLAIN else bits(module)) for module, kind, _ in stored
+    }
     split = []
     for module, kind in kinds.items():
         parent, _, last = module.rpartition(".")
@@ -252,17 +320,26 @@ def _split_groups(stored: list[tuple[str, Kind, Params]], declared: Declared | N
                 split.append(f"{parent}.({'|'.join((first, *rest))})")
     if split and (declared is None or declared.method != "mlx"):  # which fuses nothing
         title = f"{plural(len(split), 'fused group')} stored in more than one way: {some(split)}"
-        yield _conflict(title, split, detail="Engines load these projections as one matrix with one quantisation.")
+        yield _conflict(
+            title,
+            split,
+            detail="Engines load these projections as one matrix with one quantisation.",
+        )
 
 
 def _routers(checkpoint: Checkpoint) -> Iterator[Finding]:
     names = [
-        module for module, params in checkpoint.modules.items()
-        if module.rpartition(".")[2] in {*_ROUTERS, "weights_proj"} and stored_kind(params) in PACKED_KINDS - {Kind.MLX}
-    ]  # fmt: skip
+        module
+        for module, params in checkpoint.modules.items()
+        if module.rpartition(".")[2] in {*_ROUTERS, "weights_proj"}
+        and stored_kind(params) in PACKED_KINDS - {Kind.MLX}
+    ]
     if names:
         title = f"{plural(len(names), 'router')} stored quantised: {some(names)}"
-        detail = "Engines build the matrix that chooses the experts in full precision, and find no weight for it."
+        detail = (
+            "Engines build the matrix that chooses the experts in full precision, and find no"
+            " weight for it."
+        )
         remedies = ["leave routers (gate, shared_expert_gate) out when quantising"]
         references = ["https://github.com/vllm-project/llm-compressor/issues/69"]
         yield warned(
@@ -278,7 +355,10 @@ def _unmapped_names(checkpoint: Checkpoint) -> Iterator[Finding]:
         for stem in _FUSED_EXPERTS if f"{stem}_packed" in params
     ]  # fmt: skip
     if names:
-        title = f"{plural(len(names), 'fused expert tensor')} packed under names that no engine maps: {some(names)}"
+        title = (
+            f"{plural(len(names), 'fused expert tensor')} packed under names that no engine maps:"
+            f" {some(names)}"
+        )
         references = ["https://github.com/vllm-project/llm-compressor/issues/2939"]
         yield warned("quantization_conflict", title, references=references, tensors=names[:SHOWN])
 
@@ -287,21 +367,43 @@ def _sidecars(checkpoint: Checkpoint, declared: Declared) -> Iterator[Finding]:
     for name in SIDECARS:
         other = checkpoint.object(name) if name != declared.source else {}
         shared = declared.raw.keys() & other.keys() & {"bits", "group_size", "sym", "desc_act"}
-        differing = {k: (declared.raw[k], other[k]) for k in sorted(shared) if declared.raw[k] != other[k]}
+        differing = {
+            k: (declared.raw[k], other[k]) for k in sorted(shared) if declared.raw[k] != other[k]
+        }
         if differing:
-            title = f"{declared.source} and {name} declare different quantisations ({some(differing)})"
+            title = (
+                f"{declared.source} and {name} declare different quantisations ({some(differing)})"
+            )
             yield found("quantization_conflict", title, differing=differing)
 
 
-# -----------------------------------------------------------------------------
-# Scales and zero-points that belong to no weight: a loader has nowhere to put them, or silently drops them.
+# Scales and zero-points that belong to no weight: a loader has nowhere to put them, or silently
+# drops them.
 
-_SIDE = frozenset({
-    "scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
-    "weight_g_idx", "weight_global_scale", "weight_scale_2", "weight_absmax", "SCB", "biases",
-    "weight.absmax", "weight.quant_map",
-})  # fmt: skip
-_FUSED = {"_scales": ("_blocks", "_qweight", "_packed", ""), "_scale_inv": ("",), "_weight_scale": ("", "_weight")}
+_SIDE = frozenset(
+    {
+        "scales",
+        "qzeros",
+        "g_idx",
+        "weight_scale",
+        "weight_scale_inv",
+        "weight_zero_point",
+        "weight_shape",
+        "weight_g_idx",
+        "weight_global_scale",
+        "weight_scale_2",
+        "weight_absmax",
+        "SCB",
+        "biases",
+        "weight.absmax",
+        "weight.quant_map",
+    }
+)
+_FUSED = {
+    "_scales": ("_blocks", "_qweight", "_packed", ""),
+    "_scale_inv": ("",),
+    "_weight_scale": ("", "_weight"),
+}
 
 
 _QUANTIZER = re.compile(r"\.\w+_quantizer\.\w+$")
@@ -317,14 +419,27 @@ def check_orphans(checkpoint: Checkpoint) -> Iterator[Finding]:
     ]
     leaked = [name for name in checkpoint.tensors if _QUANTIZER.search(name)]
     if leaked:
-        title = f"{plural(len(leaked), 'buffer')} of a quantiser that no engine loads: {some(leaked)}"
+        title = (
+            f"{plural(len(leaked), 'buffer')} of a quantiser that no engine loads: {some(leaked)}"
+        )
         causes = ["the quantised model was saved with save_pretrained, not exported"]
-        yield warned("orphan_scale", title, causes=causes, tensors=leaked[:SHOWN], count=len(leaked))
+        yield warned(
+            "orphan_scale", title, causes=causes, tensors=leaked[:SHOWN], count=len(leaked)
+        )
     if lost:
-        title = f"{plural(len(lost), 'scale or zero-point')} without a quantised weight: {some(lost)}"
+        title = (
+            f"{plural(len(lost), 'scale or zero-point')} without a quantised weight: {some(lost)}"
+        )
         causes = ["the weight was replaced by a plain one, or dropped, and its scales stayed"]
         remedies = ["take the checkpoint from its original repository again"]
-        yield found("orphan_scale", title, causes=causes, remedies=remedies, tensors=lost[:SHOWN], count=len(lost))
+        yield found(
+            "orphan_scale",
+            title,
+            causes=causes,
+            remedies=remedies,
+            tensors=lost[:SHOWN],
+            count=len(lost),
+        )
 
 
 def _orphans(params: Params) -> Iterator[str]:
@@ -340,7 +455,6 @@ def _orphans(params: Params) -> Iterator[str]:
                 yield parameter
 
 
-# -----------------------------------------------------------------------------
 # The KV-cache dtype that a checkpoint declares, and the scales that it ships for it.
 
 _SCALE = re.compile(r"\.(?:[kv]_scale|kv_scale|[kv]_proj\.output_scale|[kv]_proj\.[kv]_scale)$")
@@ -360,7 +474,11 @@ class KvCache:
 
 def kv_cache(checkpoint: Checkpoint, declared: Declared | None) -> KvCache:
     """What the checkpoint says about its KV cache."""
-    layers = frozenset(i for name in checkpoint.tensors if _SCALE.search(name) and (i := layer_index(name)) is not None)
+    layers = frozenset(
+        i
+        for name in checkpoint.tensors
+        if _SCALE.search(name) and (i := layer_index(name)) is not None
+    )
     raw = declared.raw if declared is not None else {}
     algorithm, scheme = (raw.get("kv_cache_quant_algo") or "").lower(), raw.get("kv_cache_scheme")
     if algorithm not in {"", "none"}:
@@ -382,10 +500,19 @@ def check_kv(checkpoint: Checkpoint, cache: KvCache) -> Iterator[Finding]:
     }  # fmt: skip
     lacking = sorted(attending - cache.layers)
     if attending and not cache.layers:
-        title = f"a static {cache.declared} KV cache is declared, but the checkpoint has no k/v scales"
-        detail = "Engines then use a scale of 1.0, which is safe only if keys and values stay within the type's range."
+        title = (
+            f"a static {cache.declared} KV cache is declared, but the checkpoint has no k/v scales"
+        )
+        detail = (
+            "Engines then use a scale of 1.0, which is safe only if keys and values stay within the"
+            " type's range."
+        )
         remedies = ["serve with --kv-cache-dtype auto, or calibrate the scales"]
-        yield warned("kv_dtype_conflict", title, detail=detail, remedies=remedies, declared=cache.declared)
+        yield warned(
+            "kv_dtype_conflict", title, detail=detail, remedies=remedies, declared=cache.declared
+        )
     elif lacking:
-        title = f"{len(lacking)} of {len(attending)} layers lack the k/v scales that the others have"
+        title = (
+            f"{len(lacking)} of {len(attending)} layers lack the k/v scales that the others have"
+        )
         yield found("kv_dtype_conflict", title, layers=lacking, declared=cache.declared)

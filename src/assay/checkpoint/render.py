@@ -1,7 +1,9 @@
-"""Render chat templates in a process of their own, with bounds: a template is a program that somebody else wrote.
+"""Render chat templates in a process of their own, with bounds: a template is a program that
+somebody else wrote.
 
-`python render.py` reads `{template, special}` as JSON and prints `{texts}`: the conversation that ends with the
-assistant's answer, and the one that goes on. It limits its own processor time and memory first.
+`python render.py` reads `{template, special}` as JSON and prints `{texts}`: the conversation that
+ends with the assistant's answer, and the one that goes on. It limits its own processor time and
+memory first.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class Generation(Extension):
 def environment() -> jinja2.Environment:
     """Jinja as transformers sets it up."""
     made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation], autoescape=False
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[loopcontrols, Generation],
+        autoescape=False,
     )
     made.filters["tojson"] = lambda value, **rest: json.dumps(value, ensure_ascii=False)
     made.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: "2026-01-01"}
@@ -63,25 +68,36 @@ def render(template: str, special: tuple[tuple[str, str], ...]) -> tuple[str, ..
     given = json.dumps({"template": template, "special": dict(special)})
     try:
         done = subprocess.run(
-            [sys.executable, "-P", __file__], input=given.encode(), capture_output=True, timeout=WALL_S, check=False
+            [sys.executable, "-P", __file__],
+            input=given.encode(),
+            capture_output=True,
+            timeout=WALL_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise Runaway from error
     except OSError:
         return ()
-    if done.returncode == BOUNDS_REACHED or done.returncode < 0:  # a signal: the system enforced the bounds
+    if (
+        done.returncode == BOUNDS_REACHED or done.returncode < 0
+    ):  # a signal: the system enforced the bounds
         raise Runaway
     return tuple(json.loads(done.stdout)["texts"]) if done.returncode == 0 else ()
 
 
 def _texts(template: str, special: dict[str, str]) -> list[str]:
-    asked, answered = {"role": "user", "content": "ASSAYQUESTION"}, {"role": "assistant", "content": ANSWER}
+    asked, answered = (
+        {"role": "user", "content": "ASSAYQUESTION"},
+        {"role": "assistant", "content": ANSWER},
+    )
     texts = []
     for messages in ([asked, answered], [asked, answered, asked]):
         pieces: list[str] = []
         size = 0
         for piece in (
-            environment().from_string(template).generate(messages=messages, add_generation_prompt=False, **special)
+            environment()
+            .from_string(template)
+            .generate(messages=messages, add_generation_prompt=False, **special)
         ):
             size += len(piece)
             if size > MAX_CHARACTERS:
@@ -103,7 +119,9 @@ def main() -> None:
         texts = _texts(given["template"], given["special"])
     except (Runaway, MemoryError):
         sys.exit(BOUNDS_REACHED)
-    except Exception:  # what a template may raise is its author's choice; it says nothing about the end of a turn
+    except (
+        Exception
+    ):  # what a template may raise is its author's choice; it says nothing about the end of a turn
         texts = []
     print(json.dumps({"texts": texts}))
 

@@ -1,8 +1,9 @@
 """Read a safetensors header without touching the body.
 
-Format: 8 bytes little-endian length N, N bytes of JSON `{name: {dtype, shape, data_offsets}}` (at most 100 MB),
-then the data, which the offsets must cover without gap or overlap. A hostile header is refused before it can cost
-memory: its length, its depth and the number of its objects are bounded before it is parsed.
+Format: 8 bytes little-endian length N, N bytes of JSON `{name: {dtype, shape, data_offsets}}` (at
+most 100 MB), then the data, which the offsets must cover without gap or overlap. A hostile header
+is refused before it can cost memory: its length, its depth and the number of its objects are
+bounded before it is parsed.
 """
 
 from __future__ import annotations
@@ -18,16 +19,32 @@ from typing import Any
 
 from assay.checkpoint import plural
 
-# -----------------------------------------------------------------------------
 # What a weight file says about one tensor, and how names group into modules.
 
 DTYPE_BITS: Mapping[str, int] = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
-    "U32": 32, "I32": 32, "F32": 32,
-    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-}  # fmt: skip
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+    "C64": 64,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
 """Bits per element of every dtype that the safetensors format names."""
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -61,7 +78,8 @@ class Tensor:
 Params = Mapping[str, Tensor]
 """The tensors of one module by parameter name, e.g. `{"qweight": …, "scales": …}`."""
 
-# bitsandbytes hangs its state below the weight: `q_proj.weight.absmax` belongs to the module `q_proj`.
+# bitsandbytes hangs its state below the weight: `q_proj.weight.absmax` belongs to the module
+# `q_proj`.
 _NESTED = re.compile(r"^(.+)\.(weight\.(?:absmax|quant_map|nested_\w+|quant_state\.\w+))$")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|blk)\.(\d{1,7})\.")
 
@@ -94,8 +112,6 @@ def layer_role(name: str) -> str:
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
-# -----------------------------------------------------------------------------
-
 MAX_HEADER_BYTES = 100_000_000
 MAX_OBJECTS = 500_000
 """Tensors of one file; the largest models have about 100,000 in all their shards."""
@@ -106,7 +122,9 @@ MAX_OFFSET = 1 << 62
 
 @dataclass(frozen=True)
 class Fault:
-    """Something wrong with a header: `id` names the finding (without its area), `message` says what and where."""
+    """Something wrong with a header: `id` names the finding (without its area), `message` says what
+    and where.
+    """
 
     id: str
     message: str
@@ -131,7 +149,9 @@ class Header:
 
 
 def read_header(path: Path, name: str) -> Header:
-    """The header of a local file, called `name` in findings. Raises OSError if the file cannot be read."""
+    """The header of a local file, called `name` in findings. Raises OSError if the file cannot be
+    read.
+    """
     with path.open("rb") as stream:
         size = stream.seek(0, 2)
 
@@ -143,17 +163,25 @@ def read_header(path: Path, name: str) -> Header:
 
 
 def parse_header(fetch: Callable[[int, int], bytes], size: int, name: str) -> Header:
-    """The header of a file of `size` bytes that `fetch(start, count)` reads, locally or by range requests."""
+    """The header of a file of `size` bytes that `fetch(start, count)` reads, locally or by range
+    requests.
+    """
     if size < 8:
-        return _refused(name, size, Fault("truncated", f"{name} holds {size} bytes, too few for a header"))
+        return _refused(
+            name, size, Fault("truncated", f"{name} holds {size} bytes, too few for a header")
+        )
     first = fetch(0, 8)
     (length,) = struct.unpack("<Q", first)
     if length > MAX_HEADER_BYTES or length == 0:
-        return _refused(name, size, Fault("header_invalid", _not_a_header(name, first, length, fetch)))
+        return _refused(
+            name, size, Fault("header_invalid", _not_a_header(name, first, length, fetch))
+        )
     raw = fetch(8, min(length, size - 8))
     if len(raw) < length:
         if raw[:1] != b"{":
-            return _refused(name, size, Fault("header_invalid", _not_a_header(name, first, length, fetch)))
+            return _refused(
+                name, size, Fault("header_invalid", _not_a_header(name, first, length, fetch))
+            )
         message = f"{name} ends inside its own header ({size} bytes, header of {length})"
         return _refused(name, size, Fault("truncated", message, {"expected_at_least": length + 8}))
     document, repeated, fault = _decode(raw, name)
@@ -179,8 +207,16 @@ def _not_a_header(name: str, first: bytes, length: int, fetch: Callable[[int, in
 
 def _decode(raw: bytes, name: str) -> tuple[dict[str, Any], tuple[str, ...], Fault | None]:
     """(document, names given twice, what keeps it from being read)."""
-    if raw.count(b"{") > MAX_OBJECTS or raw.count(b"[") > 2 * MAX_OBJECTS or raw.count(b",") > 10 * MAX_OBJECTS:
-        return {}, (), Fault("header_invalid", f"the header of {name} holds more than {MAX_OBJECTS} objects")
+    if (
+        raw.count(b"{") > MAX_OBJECTS
+        or raw.count(b"[") > 2 * MAX_OBJECTS
+        or raw.count(b",") > 10 * MAX_OBJECTS
+    ):
+        return (
+            {},
+            (),
+            Fault("header_invalid", f"the header of {name} holds more than {MAX_OBJECTS} objects"),
+        )
     repeated: tuple[str, ...] = ()
     try:
         document = json.loads(raw.decode("utf-8"))
@@ -195,7 +231,9 @@ def _decode(raw: bytes, name: str) -> tuple[dict[str, Any], tuple[str, ...], Fau
 
 
 def _keys(document: dict[str, Any]) -> int:
-    """Keys of the document and of its entries. Each took a colon, so fewer keys than colons may mean a name twice."""
+    """Keys of the document and of its entries. Each took a colon, so fewer keys than colons may
+    mean a name twice.
+    """
     return len(document) + sum(len(entry) for entry in document.values() if isinstance(entry, dict))
 
 
@@ -219,11 +257,15 @@ def _repeated(raw: bytes) -> tuple[str, ...]:
     return tuple(last)
 
 
-def _check(document: dict[str, Any], repeated: tuple[str, ...], name: str, size: int, length: int) -> Header:
+def _check(
+    document: dict[str, Any], repeated: tuple[str, ...], name: str, size: int, length: int
+) -> Header:
     faults: list[Fault] = []
     if repeated:
         message = f"{name} names {plural(len(repeated), 'tensor')} twice, first {repeated[0][:200]}"
-        faults.append(Fault("tensor_duplicate", message, {"tensors": [r[:200] for r in repeated[:20]]}))
+        faults.append(
+            Fault("tensor_duplicate", message, {"tensors": [r[:200] for r in repeated[:20]]})
+        )
     metadata = document.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict):
         faults.append(Fault("header_invalid", f"__metadata__ of {name} is not an object"))
@@ -236,9 +278,17 @@ def _check(document: dict[str, Any], repeated: tuple[str, ...], name: str, size:
         problem = _entry_problem(entry)
         if problem is None:
             begin, end = entry["data_offsets"]
-            tensors.append(Tensor(key, entry["dtype"], tuple(entry["shape"]), name, base + begin, base + end))
+            tensors.append(
+                Tensor(key, entry["dtype"], tuple(entry["shape"]), name, base + begin, base + end)
+            )
         else:
-            faults.append(Fault("header_invalid", f"tensor {key[:200]} of {name}: {problem}", {"tensor": key[:200]}))
+            faults.append(
+                Fault(
+                    "header_invalid",
+                    f"tensor {key[:200]} of {name}: {problem}",
+                    {"tensor": key[:200]},
+                )
+            )
     if not any(f.id == "header_invalid" for f in faults):
         faults.extend(_coverage(tensors, name, size, base))
     texts = {k: v for k, v in metadata.items() if isinstance(v, str)}
@@ -264,7 +314,10 @@ def _entry_problem(entry: Any) -> str | None:
     for dimension in shape:
         bits *= dimension
     if offsets[1] - offsets[0] != (bits + 7) // 8:
-        return f"{dtype} {shape} takes {(bits + 7) // 8} bytes, its offsets span {offsets[1] - offsets[0]}"
+        return (
+            f"{dtype} {shape} takes {(bits + 7) // 8} bytes, its offsets span"
+            f" {offsets[1] - offsets[0]}"
+        )
     return None
 
 
@@ -272,16 +325,32 @@ def _coverage(tensors: list[Tensor], name: str, size: int, base: int) -> list[Fa
     position = base
     for tensor in sorted(tensors, key=lambda t: (t.start, t.end)):
         if tensor.start != position:
-            kind = "overlaps the one before" if tensor.start < position else "leaves a gap before it"
-            return [Fault("header_invalid", f"tensor {tensor.name} of {name} {kind}", {"tensor": tensor.name})]
+            kind = (
+                "overlaps the one before" if tensor.start < position else "leaves a gap before it"
+            )
+            return [
+                Fault(
+                    "header_invalid",
+                    f"tensor {tensor.name} of {name} {kind}",
+                    {"tensor": tensor.name},
+                )
+            ]
         position = tensor.end
     if position > size:
         lost = position - size
         cut = [t.name for t in tensors if t.end > size]
         message = f"{name} is {lost} bytes shorter than its header says; {len(cut)} tensors are cut"
-        evidence = {"path": name, "size": size, "expected": position, "missing_bytes": lost, "tensors": cut[:20]}
+        evidence = {
+            "path": name,
+            "size": size,
+            "expected": position,
+            "missing_bytes": lost,
+            "tensors": cut[:20],
+        }
         return [Fault("truncated", message, evidence)]
     if position < size:
         message = f"{name} has {size - position} bytes after its last tensor"
-        return [Fault("header_invalid", message, {"path": name, "size": size, "expected": position})]
+        return [
+            Fault("header_invalid", message, {"path": name, "size": size, "expected": position})
+        ]
     return []

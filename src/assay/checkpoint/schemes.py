@@ -24,12 +24,13 @@ from assay.checkpoint.declared import (
 from assay.checkpoint.safetensors import FP8, Params
 from assay.checkpoint.subject import Checkpoint
 
-# -----------------------------------------------------------------------------
 # Shapes of packed weights: do bits, group size and the tensors agree?
 
 
 def gptq_shapes(params: Params, bits: int, group_size: int) -> str | None:
-    """GPTQ: qweight [in·bits/32, out], scales [in/group, out], qzeros [in/group, out·bits/32], g_idx [in]."""
+    """GPTQ: qweight [in·bits/32, out], scales [in/group, out], qzeros [in/group, out·bits/32],
+    g_idx [in].
+    """
     qweight, scales, zeros = (params[k].shape for k in ("qweight", "scales", "qzeros"))
     if not len(qweight) == len(scales) == len(zeros) == 2:
         return "qweight, scales and qzeros are not all matrices"
@@ -38,7 +39,10 @@ def gptq_shapes(params: Params, bits: int, group_size: int) -> str | None:
         return f"qweight has {qweight[1]} columns, scales {out}"
     groups = _groups(width, group_size)
     if scales[0] != groups:
-        return f"{scales[0]} rows of scales; {width} inputs at {bits} bits in groups of {group_size} need {groups}"
+        return (
+            f"{scales[0]} rows of scales; {width} inputs at {bits} bits in groups of {group_size}"
+            f" need {groups}"
+        )
     if zeros != (groups, (out * bits + 31) // 32):
         return f"qzeros is {list(zeros)}, {bits} bits need {[groups, (out * bits + 31) // 32]}"
     index = params.get("g_idx")
@@ -64,18 +68,25 @@ def awq_shapes(params: Params, bits: int, group_size: int) -> str | None:
 
 
 def mlx_shapes(params: Params, bits: int, group_size: int) -> str | None:
-    """MLX: weight [out, in·bits/32] of 32-bit words, scales [out, in/group]; experts have one axis more."""
+    """MLX: weight [out, in·bits/32] of 32-bit words, scales [out, in/group]; experts have one axis
+    more.
+    """
     words, scales = params["weight"].shape, params["scales"].shape
     if not words or words[:-1] != scales[:-1]:
         return f"weight is {list(words)}, its scales are {list(scales)}"
     if words[-1] * 32 != scales[-1] * group_size * bits:
         stored = words[-1] * 32 / max(scales[-1] * group_size, 1)
-        return f"{words[-1]} words and {scales[-1]} scales a row hold {stored:g} bits in groups of {group_size}, not {bits}"
+        return (
+            f"{words[-1]} words and {scales[-1]} scales a row hold {stored:g} bits in groups of"
+            f" {group_size}, not {bits}"
+        )
     return None
 
 
 def compressed(params: Params, bits: int, group_size: int | None) -> str | None:
-    """compressed-tensors: weight_packed [out, in·bits/32] I32, weight_scale [out, in/group], weight_shape [2]."""
+    """compressed-tensors: weight_packed [out, in·bits/32] I32, weight_scale [out, in/group],
+    weight_shape [2].
+    """
     packed, scale = params["weight_packed"].shape, params["weight_scale"].shape
     if len(packed) != 2 or len(scale) != 2:
         return "weight_packed and weight_scale are not matrices"
@@ -86,29 +97,46 @@ def compressed(params: Params, bits: int, group_size: int | None) -> str | None:
         width = packed[1] * per_word
         lowest, highest = -(-(width - per_word + 1) // group_size), -(-width // group_size)
         if not lowest <= scale[1] <= highest:
-            return f"{scale[1]} scales a row; {width} inputs at {bits} bits in groups of {group_size} need {highest}"
+            return (
+                f"{scale[1]} scales a row; {width} inputs at {bits} bits in groups of {group_size}"
+                f" need {highest}"
+            )
     return None
 
 
 def halves(params: Params, group_size: int, weight: str = "weight") -> str | None:
-    """Two 4-bit values a byte along the inputs: weight [out, in/2] U8, weight_scale [out, in/group]."""
-    packed, scale = params[weight].shape, params["weight_scale"].shape if "weight_scale" in params else ()
+    """Two 4-bit values a byte along the inputs: weight [out, in/2] U8, weight_scale [out,
+    in/group].
+    """
+    packed, scale = (
+        params[weight].shape,
+        params["weight_scale"].shape if "weight_scale" in params else (),
+    )
     if len(packed) != 2 or len(scale) != 2 or group_size < 1:
         return None
     wanted = (packed[0], packed[1] * 2 // group_size)
-    return None if scale == wanted else f"weight_scale is {list(scale)}, groups of {group_size} need {list(wanted)}"
+    return (
+        None
+        if scale == wanted
+        else f"weight_scale is {list(scale)}, groups of {group_size} need {list(wanted)}"
+    )
 
 
 def blocks(params: Params, block: tuple[int, int]) -> str | None:
     """Block-scaled FP8: one scale per tile of `block` = (rows, columns)."""
-    scale = next((params[p] for p in ("weight_scale_inv", "weight_scale", "scale") if p in params), None)
+    scale = next(
+        (params[p] for p in ("weight_scale_inv", "weight_scale", "scale") if p in params), None
+    )
     shape = params["weight"].shape
     if scale is None or len(shape) != 2 or len(scale.shape) != 2:
         return None
     wanted = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     if scale.shape == wanted:
         return None
-    return f"scales are {list(scale.shape)}; a weight of {list(shape)} in tiles of {list(block)} needs {list(wanted)}"
+    return (
+        f"scales are {list(scale.shape)}; a weight of {list(shape)} in tiles of {list(block)} needs"
+        f" {list(wanted)}"
+    )
 
 
 def grouped(rows: int, width: int, scale: tuple[int, ...], group_size: int | None) -> str | None:
@@ -121,7 +149,9 @@ def grouped(rows: int, width: int, scale: tuple[int, ...], group_size: int | Non
 
 
 def four_bit_blocks(params: Params) -> str | None:
-    """bitsandbytes: two values a byte, one absmax a block of 32 to 4096 values, all blocks of one size."""
+    """bitsandbytes: two values a byte, one absmax a block of 32 to 4096 values, all blocks of one
+    size.
+    """
     packed, absmax = params["weight"].elements, params["weight.absmax"].elements
     if any(-(-2 * packed // size) == absmax for size in (32, 64, 128, 256, 512, 1024, 2048, 4096)):
         return None
@@ -133,8 +163,6 @@ def _groups(width: int, group_size: int) -> int:
     return 1 if group_size <= 0 else -(-width // group_size)
 
 
-# -----------------------------------------------------------------------------
-
 Settings = Callable[[str], tuple[int | None, int | None]]
 """Module to (bits, group size)."""
 
@@ -145,7 +173,11 @@ def _word_geometry(settings: Settings) -> Geometry:
     def check(module: str, params: Params) -> str | None:
         bits, group_size = settings(module)
         kind = stored_kind(params)
-        if bits not in {2, 3, 4, 8} or group_size is None or not {"scales", "qzeros"} <= params.keys():
+        if (
+            bits not in {2, 3, 4, 8}
+            or group_size is None
+            or not {"scales", "qzeros"} <= params.keys()
+        ):
             return None  # a part that is missing is reported as missing, not as misshapen
         if kind is Kind.GPTQ:
             return gptq_shapes(params, bits, group_size)
@@ -154,7 +186,9 @@ def _word_geometry(settings: Settings) -> Geometry:
     return check
 
 
-def _overridden(raw: Mapping[str, Any], entry: Callable[[str], Mapping[str, Any] | None]) -> Settings:
+def _overridden(
+    raw: Mapping[str, Any], entry: Callable[[str], Mapping[str, Any] | None]
+) -> Settings:
     """Settings of the whole, with what a module's own entry changes."""
     bits, group = integer(raw, "bits", "w_bit"), integer(raw, "group_size", "q_group_size")
 
@@ -169,26 +203,42 @@ def _overridden(raw: Mapping[str, Any], entry: Callable[[str], Mapping[str, Any]
 def _declared(found: Found, accepts: Any, settings: Settings, **rest: Any) -> Declared:
     bits, group = settings("")
     return Declared(
-        found.method, found.source, found.raw, accepts, _word_geometry(settings), bits, group,
+        found.method,
+        found.source,
+        found.raw,
+        accepts,
+        _word_geometry(settings),
+        bits,
+        group,
         bits_of=lambda module: settings(module)[0],
-        unexamined="" if bits in {2, 3, 4, 8, None} else f"{found.method} with {bits} bits is not known", **rest,
-    )  # fmt: skip
+        unexamined=(
+            "" if bits in {2, 3, 4, 8, None} else f"{found.method} with {bits} bits is not known"
+        ),
+        **rest,
+    )
 
 
 def gptq(found: Found) -> Declared:
-    """GPTQ (AutoGPTQ, GPTQModel): every Linear of the layers, but for exclusion lists and `dynamic`.
+    """GPTQ (AutoGPTQ, GPTQModel): every Linear of the layers, but for exclusion lists and
+    `dynamic`.
 
-    A `dynamic` key is a pattern: `-:` leaves the modules out, `+:` or nothing changes their bits or group size.
+    A `dynamic` key is a pattern: `-:` leaves the modules out, `+:` or nothing changes their bits or
+    group size.
     """
     raw = found.raw
     excluded = strings(raw.get("modules_to_not_convert"))
-    inside = tuple(n for names in raw.get("modules_in_block_to_quantize") or () for n in strings(names))
+    inside = tuple(
+        n for names in raw.get("modules_in_block_to_quantize") or () for n in strings(names)
+    )
     rules = raw["dynamic"].items() if isinstance(raw.get("dynamic"), dict) else ()
     skip = [p for key, _ in rules if key.startswith("-:") and (p := pattern(key[2:]))]
     change = [
-        (p, value) for key, value in rules
-        if not key.startswith("-:") and isinstance(value, dict) and (p := pattern(key.removeprefix("+:")))
-    ]  # fmt: skip
+        (p, value)
+        for key, value in rules
+        if not key.startswith("-:")
+        and isinstance(value, dict)
+        and (p := pattern(key.removeprefix("+:")))
+    ]
 
     def hits(module: str) -> bool:
         return any(part in module for part in excluded) or any(p.match(module) for p in skip)
@@ -209,20 +259,29 @@ def gptq(found: Found) -> Declared:
 def awq(found: Found) -> Declared:
     """AWQ (AutoAWQ): every Linear of the layers, but for `modules_to_not_convert`."""
     excluded = strings(found.raw.get("modules_to_not_convert"))
-    accepts = accepting(frozenset({Kind.AWQ}), lambda module: any(p in module for p in excluded), PLAIN)
+    accepts = accepting(
+        frozenset({Kind.AWQ}), lambda module: any(p in module for p in excluded), PLAIN
+    )
     return _declared(found, accepts, _overridden(found.raw, lambda module: None))
 
 
 _LAYOUTS = {
-    "auto_gptq": frozenset({Kind.GPTQ}), "gptq": frozenset({Kind.GPTQ}), "auto_awq": frozenset({Kind.AWQ}),
-    "awq": frozenset({Kind.AWQ}), "fp8": frozenset({Kind.FP8}),
-    "llm_compressor": frozenset({Kind.PACKED, Kind.NVFP4_PACKED, Kind.MXFP4, Kind.FP8, Kind.MXFP8, Kind.INT8}),
-    "auto_round": frozenset({Kind.GPTQ}), "gptqmodel": frozenset({Kind.GPTQ}),
-}  # fmt: skip
+    "auto_gptq": frozenset({Kind.GPTQ}),
+    "gptq": frozenset({Kind.GPTQ}),
+    "auto_awq": frozenset({Kind.AWQ}),
+    "awq": frozenset({Kind.AWQ}),
+    "fp8": frozenset({Kind.FP8}),
+    "llm_compressor": frozenset(
+        {Kind.PACKED, Kind.NVFP4_PACKED, Kind.MXFP4, Kind.FP8, Kind.MXFP8, Kind.INT8}
+    ),
+    "auto_round": frozenset({Kind.GPTQ}),
+    "gptqmodel": frozenset({Kind.GPTQ}),
+}
 
 
 def auto_round(found: Found) -> Declared:
-    """AutoRound: the blocks of `block_name_to_quantize`, but for `extra_config` entries of 16 bits and more.
+    """AutoRound: the blocks of `block_name_to_quantize`, but for `extra_config` entries of 16 bits
+    and more.
 
     A checkpoint without `packing_format` is decoded in GPTQ's layout, whatever its tensors are.
     """
@@ -242,13 +301,19 @@ def auto_round(found: Found) -> Declared:
             return kinds if any(_in_block(module, b) for b in inside) else PLAIN
         return PLAIN if module.endswith("lm_head") or module.startswith("mtp") else kinds
 
-    made = _declared(Found("auto-round", raw, found.source), accepts, _overridden(raw, entry), algorithm=layout)
+    made = _declared(
+        Found("auto-round", raw, found.source), accepts, _overridden(raw, entry), algorithm=layout
+    )
     return made if kinds else replace(made, unexamined=f"the packing format {packing} is not known")
 
 
 def _entries(extra: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
     """Look up `extra_config`: by exact name, else by the first pattern that is found in the name."""
-    patterns = [(p, v) for key, v in extra.items() if any(c in key for c in "*+?[(^$|") and (p := pattern(key))]
+    patterns = [
+        (p, v)
+        for key, v in extra.items()
+        if any(c in key for c in "*+?[(^$|") and (p := pattern(key))
+    ]
 
     def entry(module: str) -> Mapping[str, Any] | None:
         own = extra.get(module)
@@ -264,12 +329,16 @@ def _in_block(module: str, block: str) -> bool:
 
 
 def mlx(found: Found) -> Declared:
-    """mlx-lm: what has scales is packed, whatever else is plain; a module may have bits and group size of its own.
+    """mlx-lm: what has scales is packed, whatever else is plain; a module may have bits and group
+    size of its own.
 
-    Only the packing is held against the declaration: engines other than MLX do not read this format.
+    Only the packing is held against the declaration: engines other than MLX do not read this
+    format.
     """
     raw = found.raw
-    settings = _overridden(raw, lambda module: own if isinstance(own := raw.get(module), dict) else None)
+    settings = _overridden(
+        raw, lambda module: own if isinstance(own := raw.get(module), dict) else None
+    )
 
     def geometry(module: str, params: Params) -> str | None:
         bits, group_size = settings(module)
@@ -277,14 +346,17 @@ def mlx(found: Found) -> Declared:
         return mlx_shapes(params, bits, group_size) if known and bits and group_size else None
 
     return Declared(
-        "mlx", found.source, raw, lambda module: frozenset({Kind.MLX, Kind.PLAIN}), geometry, *settings(""),
-        bits_of=lambda module: settings(module)[0], unexamined="the quantisation method mlx is known by its packing only",
-    )  # fmt: skip
+        "mlx",
+        found.source,
+        raw,
+        lambda module: frozenset({Kind.MLX, Kind.PLAIN}),
+        geometry,
+        *settings(""),
+        bits_of=lambda module: settings(module)[0],
+        unexamined="the quantisation method mlx is known by its packing only",
+    )
 
 
-# -----------------------------------------------------------------------------
-
-# -----------------------------------------------------------------------------
 # FP8, ModelOpt and MX formats: scaled floats with ignore lists.
 
 _FP8, _MXFP8, _NVFP4 = frozenset({Kind.FP8}), frozenset({Kind.MXFP8}), frozenset({Kind.NVFP4})
@@ -292,7 +364,9 @@ _MX_BLOCK = (1, 32)
 
 
 def fp8(found: Found) -> Declared:
-    """FP8 with a scale for a tile (DeepSeek, Qwen) or a tensor; MXFP8 (MiniMax) has a power of two for 32 inputs."""
+    """FP8 with a scale for a tile (DeepSeek, Qwen) or a tensor; MXFP8 (MiniMax) has a power of two
+    for 32 inputs.
+    """
     raw = found.raw
     hits = named(strings(raw.get("modules_to_not_convert")) + strings(raw.get("ignored_layers")))
     tile = raw.get("weight_block_size") or (_MX_BLOCK if found.method == "mxfp8" else None)
@@ -304,26 +378,40 @@ def fp8(found: Found) -> Declared:
         if block:
             return blocks(params, block)
         if "weight_scale_inv" in params:
-            return "it has scales for tiles (weight_scale_inv), and no weight_block_size is declared"
+            return (
+                "it has scales for tiles (weight_scale_inv), and no weight_block_size is declared"
+            )
         scale = params.get("weight_scale")
         if found.method == "fp8" and scale is not None and scale.elements > 1:
-            return f"weight_scale has {scale.elements} values; this method has one for the whole tensor"
+            return (
+                f"weight_scale has {scale.elements} values; this method has one for the whole"
+                " tensor"
+            )
         return None
 
     needed = ("input_scale",) if raw.get("activation_scheme") == "static" else ()
     accepts = accepting(_MXFP8 if block == _MX_BLOCK else _FP8, hits)
     group = 32 if found.method == "mxfp8" else None
-    return Declared(found.method, found.source, raw, accepts, geometry, 8, group, needs=lambda module: needed)
+    return Declared(
+        found.method, found.source, raw, accepts, geometry, 8, group, needs=lambda module: needed
+    )
 
 
 _ALGORITHMS = {
-    "FP8": _FP8, "FP8_PER_CHANNEL_PER_TOKEN": _FP8, "FP8_PB_WO": _FP8, "NVFP4": _NVFP4, "W4A16_NVFP4": _NVFP4,
-    "NVFP4_AWQ": _NVFP4, "MXFP8": _MXFP8,
-}  # fmt: skip
+    "FP8": _FP8,
+    "FP8_PER_CHANNEL_PER_TOKEN": _FP8,
+    "FP8_PB_WO": _FP8,
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
+    "NVFP4_AWQ": _NVFP4,
+    "MXFP8": _MXFP8,
+}
 
 
 def modelopt(found: Found) -> Declared:
-    """NVIDIA ModelOpt: one `quant_algo` for all but `exclude_modules`; MIXED_PRECISION names it per layer."""
+    """NVIDIA ModelOpt: one `quant_algo` for all but `exclude_modules`; MIXED_PRECISION names it per
+    layer.
+    """
     settings: Mapping[str, Any] = found.raw.get("quantization") or found.raw
     algorithm = (settings.get("quant_algo") or "").upper()
     layers = settings.get("quantized_layers") or {}
@@ -342,7 +430,9 @@ def modelopt(found: Found) -> Declared:
         return PLAIN if layers else _ALGORITHMS.get(algorithm)
 
     def geometry(module: str, params: Params) -> str | None:
-        group = integer(layers.get(module, {}), "group_size") or integer(settings, "group_size") or 16
+        group = (
+            integer(layers.get(module, {}), "group_size") or integer(settings, "group_size") or 16
+        )
         return halves(params, group) if stored_kind(params) is Kind.NVFP4 else None
 
     groups = (settings.get("config_groups") or {}).values()
@@ -356,14 +446,22 @@ def modelopt(found: Found) -> Declared:
     strange = ", ".join(sorted(used - _ALGORITHMS.keys() - {""}))
     unexamined = f"the ModelOpt algorithm {strange} is not known" if strange else ""
     return Declared(
-        "modelopt", found.source, settings, accepts, geometry, algorithm=algorithm or None, needs=needs,
+        "modelopt",
+        found.source,
+        settings,
+        accepts,
+        geometry,
+        algorithm=algorithm or None,
+        needs=needs,
         unexamined=unexamined,
-    )  # fmt: skip
+    )
 
 
 def mxfp4(found: Found) -> Declared:
     """MXFP4 of gpt-oss: the routed experts only, stored as blocks and scales."""
-    excluded = [part for part in strings(found.raw.get("modules_to_not_convert")) if "experts" in part]
+    excluded = [
+        part for part in strings(found.raw.get("modules_to_not_convert")) if "experts" in part
+    ]
 
     def accepts(module: str) -> frozenset[Kind] | None:
         left_out = ".experts" not in module or any(part in module for part in excluded)
@@ -372,8 +470,8 @@ def mxfp4(found: Found) -> Declared:
     return Declared("mxfp4", found.source, found.raw, accepts, bits=4, group_size=32)
 
 
-# -----------------------------------------------------------------------------
-# compressed-tensors (llm-compressor): groups of targets, each with a scheme and a format of its own.
+# compressed-tensors (llm-compressor): groups of targets, each with a scheme and a format of its
+# own.
 
 _FORMATS: Mapping[str, frozenset[Kind]] = {
     "pack-quantized": frozenset({Kind.PACKED}), "marlin-24": frozenset({Kind.PACKED, Kind.OTHER}),
@@ -397,7 +495,10 @@ class _Group:
     def hits(self, module: str) -> bool:
         """Whether the targets name a Linear: by class name, by module name, or by `re:` pattern."""
         return any(
-            t in {"Linear", "FusedMoE"} or module == t or module.endswith("." + t) or _matches(t, module)
+            t in {"Linear", "FusedMoE"}
+            or module == t
+            or module.endswith("." + t)
+            or _matches(t, module)
             for t in self.targets
         )
 
@@ -411,16 +512,20 @@ def _matches(name: str, module: str) -> bool:
 
 
 def compressed_tensors(found: Found) -> Declared:
-    """compressed-tensors: groups of targets, each with its own format; `ignore` by exact name or `re:` pattern."""
+    """compressed-tensors: groups of targets, each with its own format; `ignore` by exact name or
+    `re:` pattern.
+    """
     raw = found.raw
     ignored = strings(raw.get("ignore"))
     groups = [
         _Group(
-            strings(g.get("targets")), g.get("format") or raw.get("format") or "", g.get("weights") or {},
+            strings(g.get("targets")),
+            g.get("format") or raw.get("format") or "",
+            g.get("weights") or {},
             g.get("input_activations") or {},
         )
         for g in (raw.get("config_groups") or {}).values()
-    ]  # fmt: skip
+    ]
 
     def group_of(module: str) -> _Group:
         return next((g for g in groups if g.hits(module)), _NOTHING)
@@ -455,10 +560,16 @@ def compressed_tensors(found: Found) -> Declared:
 
     strange = ", ".join(sorted({g.format or "(unnamed)" for g in groups if g.kinds is None}))
     return Declared(
-        "compressed-tensors", found.source, raw, accepts, geometry,
-        bits_of=lambda module: integer(group_of(module).weights, "num_bits"), needs=needs, unwanted=unwanted,
+        "compressed-tensors",
+        found.source,
+        raw,
+        accepts,
+        geometry,
+        bits_of=lambda module: integer(group_of(module).weights, "num_bits"),
+        needs=needs,
+        unwanted=unwanted,
         unexamined=f"the compressed-tensors format {strange} is not known" if strange else "",
-    )  # fmt: skip
+    )
 
 
 def _scales(params: Params, weights: Mapping[str, Any]) -> str | None:
@@ -474,12 +585,13 @@ def _scales(params: Params, weights: Mapping[str, Any]) -> str | None:
     return blocks(params, (block[0], block[1])) if strategy == "block" and block else None
 
 
-# -----------------------------------------------------------------------------
 # bitsandbytes, torchao, HQQ, and the formats that assay recognises without opening them.
 
 
 def bitsandbytes(found: Found) -> Declared:
-    """bitsandbytes: every Linear but `llm_int8_skip_modules` (the output head by default), 4 or 8 bits."""
+    """bitsandbytes: every Linear but `llm_int8_skip_modules` (the output head by default), 4 or 8
+    bits.
+    """
     raw = found.raw
     four = bool(raw.get("load_in_4bit") or raw.get("_load_in_4bit"))
     skipped = strings(raw.get("llm_int8_skip_modules"))
@@ -492,31 +604,53 @@ def bitsandbytes(found: Found) -> Declared:
         return frozenset({Kind.BNB4 if four else Kind.BNB8})
 
     def geometry(module: str, params: Params) -> str | None:
-        return four_bit_blocks(params) if four and {"weight", "weight.absmax"} <= params.keys() else None
+        return (
+            four_bit_blocks(params)
+            if four and {"weight", "weight.absmax"} <= params.keys()
+            else None
+        )
 
     return Declared("bitsandbytes", found.source, raw, accepts, geometry, 4 if four else 8)
 
 
 def torchao(found: Found) -> Declared:
-    """torchao: tensors of its own, flattened into parts; the recipe of `quant_type.default` holds for all."""
+    """torchao: tensors of its own, flattened into parts; the recipe of `quant_type.default` holds
+    for all.
+    """
     raw = found.raw
     recipes = raw.get("quant_type")
-    recipe = recipes.get("default") if isinstance(recipes, dict) and set(recipes) == {"default"} else None
+    recipe = (
+        recipes.get("default")
+        if isinstance(recipes, dict) and set(recipes) == {"default"}
+        else None
+    )
     settings = recipe.get("_data") if isinstance(recipe, dict) else None
     group = _granularity(settings) if isinstance(settings, dict) else 0
     excluded = strings(raw.get("modules_to_not_convert"))
 
     def accepts(module: str) -> frozenset[Kind] | None:
-        return None if module.endswith("lm_head") or module in excluded else frozenset({Kind.TORCHAO})
+        return (
+            None if module.endswith("lm_head") or module in excluded else frozenset({Kind.TORCHAO})
+        )
 
     def geometry(module: str, params: Params) -> str | None:
         data, scale = params.get("_weight_qdata"), params.get("_weight_scale")
-        if group == 0 or data is None or scale is None or len(data.shape) != 2 or data.dtype not in {"I8", *FP8}:
+        if (
+            group == 0
+            or data is None
+            or scale is None
+            or len(data.shape) != 2
+            or data.dtype not in {"I8", *FP8}
+        ):
             return None  # other types are packed for one kernel, whose layout is its own
         return grouped(data.shape[0], data.shape[1], scale.shape, group)
 
-    unexamined = "" if isinstance(settings, dict) else "the torchao recipe is not one for all modules"
-    return Declared("torchao", found.source, raw, accepts, geometry, None, group or None, unexamined=unexamined)
+    unexamined = (
+        "" if isinstance(settings, dict) else "the torchao recipe is not one for all modules"
+    )
+    return Declared(
+        "torchao", found.source, raw, accepts, geometry, None, group or None, unexamined=unexamined
+    )
 
 
 def _granularity(settings: Mapping[str, Any]) -> int | None:
@@ -531,21 +665,40 @@ def _granularity(settings: Mapping[str, Any]) -> int | None:
 
 
 def hqq(found: Found) -> Declared:
-    """HQQ: W_q with its metadata beside it, but for `skip_modules`; `quant_config` may differ from layer to layer."""
+    """HQQ: W_q with its metadata beside it, but for `skip_modules`; `quant_config` may differ from
+    layer to layer.
+    """
     skipped = strings(found.raw.get("skip_modules"))
     weights = (found.raw.get("quant_config") or {}).get("weight_quant_params") or {}
     bits = integer(weights, "nbits")
 
     def accepts(module: str) -> frozenset[Kind] | None:
-        return PLAIN if any(part in module.split(".") for part in skipped) else frozenset({Kind.HQQ})
+        return (
+            PLAIN if any(part in module.split(".") for part in skipped) else frozenset({Kind.HQQ})
+        )
 
     return Declared("hqq", found.source, found.raw, accepts, bits=bits, bits_of=lambda module: bits)
 
 
-KNOWN_BY_NAME = frozenset({
-    "quark", "aqlm", "eetq", "bitnet", "exl2", "exl3", "polar", "fp_quant", "spqr", "vptq", "higgs", "quanto",
-    "gguf", "sinq", "paroquant",
-})  # fmt: skip
+KNOWN_BY_NAME = frozenset(
+    {
+        "quark",
+        "aqlm",
+        "eetq",
+        "bitnet",
+        "exl2",
+        "exl3",
+        "polar",
+        "fp_quant",
+        "spqr",
+        "vptq",
+        "higgs",
+        "quanto",
+        "gguf",
+        "sinq",
+        "paroquant",
+    }
+)
 
 
 def unopened(found: Found) -> Declared:
@@ -555,13 +708,24 @@ def unopened(found: Found) -> Declared:
     return Declared(found.method, found.source, found.raw, lambda module: None, unexamined=text)
 
 
-# -----------------------------------------------------------------------------
-
 SCHEMES: Mapping[str, Callable[[Found], Declared]] = {
-    "gptq": gptq, "awq": awq, "auto-round": auto_round, "inc": auto_round, "mlx": mlx, "fp8": fp8, "fbgemm_fp8": fp8,
-    "mxfp8": fp8, "modelopt": modelopt, "modelopt_fp4": modelopt, "modelopt_mixed": modelopt, "mxfp4": mxfp4,
-    "compressed-tensors": compressed_tensors, "bitsandbytes": bitsandbytes, "torchao": torchao, "hqq": hqq,
-}  # fmt: skip
+    "gptq": gptq,
+    "awq": awq,
+    "auto-round": auto_round,
+    "inc": auto_round,
+    "mlx": mlx,
+    "fp8": fp8,
+    "fbgemm_fp8": fp8,
+    "mxfp8": fp8,
+    "modelopt": modelopt,
+    "modelopt_fp4": modelopt,
+    "modelopt_mixed": modelopt,
+    "mxfp4": mxfp4,
+    "compressed-tensors": compressed_tensors,
+    "bitsandbytes": bitsandbytes,
+    "torchao": torchao,
+    "hqq": hqq,
+}
 
 
 def parse(checkpoint: Checkpoint) -> Declared | None:

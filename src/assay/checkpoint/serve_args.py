@@ -1,4 +1,6 @@
-"""A `vllm serve` command line as the engine's own parser reads it, and what it then does with the KV cache."""
+"""A `vllm serve` command line as the engine's own parser reads it, and what it then does with the
+KV cache.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,18 @@ _SERVER = "vllm.entrypoints.openai.api_server"
 @cache
 def known_options() -> Mapping[str, str]:
     """Options of `vllm serve` 0.32 and what they take: `switch`, `value`, `optional` or `many`."""
-    text = resources.files("assay.checkpoint").joinpath("vllm_0_32.flags").read_text(encoding="utf-8")
+    text = (
+        resources.files("assay.checkpoint").joinpath("vllm_0_32.flags").read_text(encoding="utf-8")
+    )
     lines = (line.partition(" ") for line in text.splitlines() if line and not line.startswith("#"))
     return {name: kind for name, _, kind in lines}
 
 
 @dataclass(frozen=True)
 class ServeArgs:
-    """A parsed command line: values by canonical option (None for a switch), and options nobody knows."""
+    """A parsed command line: values by canonical option (None for a switch), and options nobody
+    knows.
+    """
 
     options: dict[str, str | None] = field(default_factory=dict)
     unknown: dict[str, str | None] = field(default_factory=dict)
@@ -54,7 +60,8 @@ class ServeArgs:
         return self.options.get(name)
 
     def structure(self, name: str) -> dict[str, Any] | None:
-        """A JSON value such as --speculative-config's, with dotted parts (`--speculative-config.method mtp`) merged.
+        """A JSON value such as --speculative-config's, with dotted parts
+        (`--speculative-config.method mtp`) merged.
 
         None if the option was not given. Raises UsageError if it is not a JSON object.
         """
@@ -88,7 +95,9 @@ def parse(command: str) -> ServeArgs:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise UsageError(f"cannot read --serve-args: {error}", remedy="balance its quotes") from error
+        raise UsageError(
+            f"cannot read --serve-args: {error}", remedy="balance its quotes"
+        ) from error
     environment: dict[str, str] = {}
     while words and (assigned := re.fullmatch(r"([A-Z_][A-Z0-9_]*)=(.*)", words[0])):
         environment[assigned[1]] = assigned[2]
@@ -112,7 +121,9 @@ def parse(command: str) -> ServeArgs:
             continue
         name = _canonical(flag)
         if name is None:
-            close = difflib.get_close_matches(flag.replace("_", "-"), known_options(), n=1, cutoff=0.75)
+            close = difflib.get_close_matches(
+                flag.replace("_", "-"), known_options(), n=1, cutoff=0.75
+            )
             unknown[flag] = close[0] if close else None
             if not equals and position < len(words) and not words[position].startswith("-"):
                 position += 1
@@ -133,7 +144,9 @@ def parse(command: str) -> ServeArgs:
 
 
 def _canonical(flag: str) -> str | None:
-    """The option that the engine takes `flag` for: aliases, underscores, unambiguous abbreviations, dotted parts."""
+    """The option that the engine takes `flag` for: aliases, underscores, unambiguous abbreviations,
+    dotted parts.
+    """
     known = known_options()
     if flag in _ALIASES:
         return _ALIASES[flag]
@@ -148,7 +161,6 @@ def _canonical(flag: str) -> str | None:
     return None
 
 
-# -----------------------------------------------------------------------------
 # Engine versions as tables are keyed by them.
 
 
@@ -163,7 +175,9 @@ class Version:
         """`0.32`, `v0.32.0`, `0.32.0rc1+cpu`. Raises UsageError for anything else."""
         found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", text.strip())
         if not found:
-            raise UsageError(f"cannot read the engine version {text!r}", remedy="write it as vllm==0.32.0")
+            raise UsageError(
+                f"cannot read the engine version {text!r}", remedy="write it as vllm==0.32.0"
+            )
         return Version((int(found[1]), int(found[2]), int(found[3] or 0)))
 
     def __str__(self) -> str:
@@ -180,23 +194,44 @@ def engine_version(text: str | None) -> Version | None:
         return None
     name, _, number = text.partition("==")
     if not number or name.strip().lower() != "vllm":
-        raise UsageError(f"--engine-version {text!r} is not understood", remedy="write it as vllm==0.32.0")
+        raise UsageError(
+            f"--engine-version {text!r} is not understood", remedy="write it as vllm==0.32.0"
+        )
     return Version.parse(number)
 
 
-# -----------------------------------------------------------------------------
 # Which attention backend takes which KV-cache dtype, and on which GPU (vLLM 0.32).
 
 
-KV_DTYPES = frozenset({
-    "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla",
-    "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit",
-    "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6",
-})  # fmt: skip
+KV_DTYPES = frozenset(
+    {
+        "auto",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+        "fp8_inc",
+        "fp8_ds_mla",
+        "nvfp4_ds_mla",
+        "turboquant_k8v4",
+        "turboquant_4bit_nc",
+        "turboquant_k3v4_nc",
+        "turboquant_3bit_nc",
+        "ultraquant_4bit",
+        "int4_per_token_head",
+        "int8_per_token_head",
+        "fp8_per_token_head",
+        "nvfp4",
+        "nvfp4_4over6",
+    }
+)
 """Values of --kv-cache-dtype. `fp8` means e4m3."""
 
 Attention = Literal["ordinary", "latent", "sparse"]
-"""What a model needs: keys and values per head, one latent vector (MLA), or the latter with an indexer."""
+"""What a model needs: keys and values per head, one latent vector (MLA), or the latter with an
+indexer.
+"""
 
 _FULL = frozenset({"auto", "float16", "bfloat16"})
 _E4M3 = frozenset({"fp8", "fp8_e4m3"})
@@ -209,7 +244,8 @@ _TURBO = frozenset(d for d in KV_DTYPES if d.startswith("turboquant"))
 class Backend:
     """KV dtypes of one backend; `heads` are the head sizes it takes (None: any).
 
-    `capability` is the lowest and highest CUDA compute capability, None where CUDA is not what it runs on.
+    `capability` is the lowest and highest CUDA compute capability, None where CUDA is not what it
+    runs on.
     """
 
     dtypes: frozenset[str]
@@ -223,18 +259,25 @@ _HOPPER, _BLACKWELL, _CONSUMER = (9.0, 9.9), (10.0, 10.9), (12.0, 12.9)
 BACKENDS: Mapping[str, Backend] = {
     "FLASH_ATTN": Backend(_FULL | _E4M3, capability=(8.0, 99.9)),
     "FLASHINFER": Backend(
-        _FULL | _E4M3 | _E5M2 | {"nvfp4", "nvfp4_4over6"}, frozenset({64, 128, 256, 512}), capability=(8.0, 12.1)
+        _FULL | _E4M3 | _E5M2 | {"nvfp4", "nvfp4_4over6"},
+        frozenset({64, 128, 256, 512}),
+        capability=(8.0, 12.1),
     ),
     "TRITON_ATTN": Backend(_FULL | _E4M3 | _E5M2 | _PER_HEAD),
     "FLEX_ATTENTION": Backend(_FULL),
     "TURBOQUANT": Backend(_TURBO),
     "ULTRAQUANT": Backend(frozenset({"ultraquant_4bit"}), capability=None),
-    "HPC_ATTN": Backend(frozenset({"auto", "bfloat16", "fp8_e4m3"}), frozenset({128}), capability=(9.0, 9.0)),
+    "HPC_ATTN": Backend(
+        frozenset({"auto", "bfloat16", "fp8_e4m3"}), frozenset({128}), capability=(9.0, 9.0)
+    ),
     "B12X": Backend(
-        frozenset({"auto", "bfloat16"}) | _E4M3, frozenset({64, 128, 192, 256}), capability=(12.0, 12.1)
+        frozenset({"auto", "bfloat16"}) | _E4M3,
+        frozenset({64, 128, 192, 256}),
+        capability=(12.0, 12.1),
     ),
     "CPU_ATTN": Backend(
-        frozenset({"auto"}) | _E4M3 | _E5M2, frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}),
+        frozenset({"auto"}) | _E4M3 | _E5M2,
+        frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}),
         capability=None,
     ),
     "ROCM_ATTN": Backend(
@@ -252,7 +295,8 @@ BACKENDS: Mapping[str, Backend] = {
     "ROCM_AITER_MLA": Backend(_FULL | _E4M3 | _E5M2, attention="latent", capability=None),
     "CPU_MLA": Backend(frozenset({"auto"}), attention="latent", capability=None),
     "FLASHMLA_SPARSE": Backend(
-        frozenset({"auto", "bfloat16", "fp8_ds_mla", "fp8", "nvfp4_ds_mla"}), attention="sparse",
+        frozenset({"auto", "bfloat16", "fp8_ds_mla", "fp8", "nvfp4_ds_mla"}),
+        attention="sparse",
         capability=(9.0, 10.9),
     ),
     "FLASHINFER_MLA_SPARSE": Backend(_FULL | _E4M3, attention="sparse", capability=_BLACKWELL),
@@ -265,14 +309,30 @@ BACKENDS: Mapping[str, Backend] = {
     "FLASH_ATTN_MLA_SPARSE": Backend(_FULL, attention="sparse", capability=_HOPPER),
     "ROCM_AITER_MLA_SPARSE": Backend(_FULL | _E4M3, attention="sparse", capability=None),
     "XPU_MLA_SPARSE": Backend(_FULL, attention="sparse", capability=None),
-}  # fmt: skip
+}
 
-OTHER_NAMES = frozenset({
-    "FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV", "TRITON_FLASH_ATTN", "ROCM_AITER_TRITON_MLA", "TORCH_SDPA",
-    "TRITON_FLASHINFER", "FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "ROCM_FLASHMLA_SPARSE_DSV4",
-    "FLASHMLA_SPARSE_DSV41", "FLASHINFER_MLA_SPARSE_DSV41", "FLASHMLA_MEGA_ATTN_DSV41", "MINIMAX_M3_SPARSE",
-    "CUTLASS_MSA", "TRITON_MSA", "NO_ATTENTION", "AMX_MLA", "CUSTOM",
-})  # fmt: skip
+OTHER_NAMES = frozenset(
+    {
+        "FLASH_ATTN_DIFFKV",
+        "TRITON_ATTN_DIFFKV",
+        "TRITON_FLASH_ATTN",
+        "ROCM_AITER_TRITON_MLA",
+        "TORCH_SDPA",
+        "TRITON_FLASHINFER",
+        "FLASHMLA_SPARSE_DSV4",
+        "FLASHINFER_MLA_SPARSE_DSV4",
+        "ROCM_FLASHMLA_SPARSE_DSV4",
+        "FLASHMLA_SPARSE_DSV41",
+        "FLASHINFER_MLA_SPARSE_DSV41",
+        "FLASHMLA_MEGA_ATTN_DSV41",
+        "MINIMAX_M3_SPARSE",
+        "CUTLASS_MSA",
+        "TRITON_MSA",
+        "NO_ATTENTION",
+        "AMX_MLA",
+        "CUSTOM",
+    }
+)
 """Backends that exist and are chosen by single models; nothing is said about them."""
 
 _ORDINARY = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT")
@@ -299,7 +359,11 @@ def chosen(attention: Attention, dtype: str, capability: float, head: int | None
     for name in preference(attention, capability):
         backend = BACKENDS[name]
         fits = attention != "ordinary" or not (backend.heads and head) or head in backend.heads
-        if dtype in backend.dtypes and fits and selection_problem(name, dtype, capability, head) is None:
+        if (
+            dtype in backend.dtypes
+            and fits
+            and selection_problem(name, dtype, capability, head) is None
+        ):
             return name
     return None
 
@@ -309,8 +373,12 @@ def is_fp8(dtype: str) -> bool:
     return dtype.startswith("fp8")
 
 
-def selection_problem(name: str, dtype: str, capability: float, head: int | None = None) -> str | None:
-    """Why vLLM does not select a backend for this KV dtype on a GPU of this compute capability, or None."""
+def selection_problem(
+    name: str, dtype: str, capability: float, head: int | None = None
+) -> str | None:
+    """Why vLLM does not select a backend for this KV dtype on a GPU of this compute capability, or
+    None.
+    """
     backend = BACKENDS[name]
     if backend.capability is None:
         return f"{name} does not run on CUDA"
@@ -346,7 +414,6 @@ def construction_problem(name: str, dtype: str, capability: float) -> str | None
     return None
 
 
-# -----------------------------------------------------------------------------
 # --kv-cache-dtype against checkpoint, backend and GPU.
 
 _SCALES = "https://docs.vllm.ai/en/latest/features/quantization/quantized_kvcache/"
@@ -373,11 +440,19 @@ def choice(args: ServeArgs, capability: float | None) -> KvChoice:
     return KvChoice(dtype, backend.upper() if backend else None, capability)
 
 
-def lint_kv(checkpoint: Checkpoint, declared: Declared | None, cache: KvCache, kv: KvChoice) -> Iterator[Finding]:
+def lint_kv(
+    checkpoint: Checkpoint, declared: Declared | None, cache: KvCache, kv: KvChoice
+) -> Iterator[Finding]:
     """Combinations that the engine rejects, stores otherwise than it says, or runs without scales."""
     if kv.dtype not in KV_DTYPES:
         title = f"--kv-cache-dtype {kv.dtype} is not a KV-cache dtype of vLLM 0.32"
-        yield found("flag_rejected", title, flag="--kv-cache-dtype", value=kv.dtype, allowed=sorted(KV_DTYPES))
+        yield found(
+            "flag_rejected",
+            title,
+            flag="--kv-cache-dtype",
+            value=kv.dtype,
+            allowed=sorted(KV_DTYPES),
+        )
         return
     attention = attention_of(checkpoint)
     head = None if attention != "ordinary" else Dims(checkpoint.text_config).head_dim or None
@@ -399,59 +474,108 @@ def attention_of(checkpoint: Checkpoint) -> Attention:
 
 
 def _e5m2(
-    declared: Declared | None, cache: KvCache, kv: KvChoice, attention: Attention, backend: str | None
+    declared: Declared | None,
+    cache: KvCache,
+    kv: KvChoice,
+    attention: Attention,
+    backend: str | None,
 ) -> Iterator[Finding]:
     if kv.dtype != "fp8_e5m2":
         return
     if declared is not None and _holds_kv_scales(declared, cache):
         title = (
-            f"--kv-cache-dtype fp8_e5m2 is refused for a {declared.method} checkpoint, which has k/v scales of its own"
+            f"--kv-cache-dtype fp8_e5m2 is refused for a {declared.method} checkpoint, which has"
+            " k/v scales of its own"
         )
         yield found("kv_dtype_conflict", title, remedies=["use fp8 (e4m3) or auto"], flag=kv.dtype)
     elif attention != "ordinary":
         title = "no CUDA backend for latent attention (MLA) holds fp8_e5m2"
         remedies = ["use fp8 or auto"]
-        yield found("kv_dtype_conflict", title, remedies=remedies, references=[_BACKENDS], flag=kv.dtype)
+        yield found(
+            "kv_dtype_conflict", title, remedies=remedies, references=[_BACKENDS], flag=kv.dtype
+        )
     elif backend == "TRITON_ATTN" and (kv.capability is None or kv.capability >= 8.9):
         title = "Triton attention stores fp8_e5m2 as e4m3: the label does not say what is stored"
         yield warned("kv_dtype_conflict", title, flag=kv.dtype, backend=backend)
 
 
 def _holds_kv_scales(declared: Declared, cache: KvCache) -> bool:
-    """Weight-only compressed-tensors checkpoints may take e5m2; those that declare a KV scheme may not."""
+    """Weight-only compressed-tensors checkpoints may take e5m2; those that declare a KV scheme may
+    not.
+    """
     if declared.method == "compressed-tensors":
         return cache.declared is not None
-    return declared.method in {"fp8", "fbgemm_fp8", "modelopt", "modelopt_fp4", "modelopt_mixed", "quark"}
+    return declared.method in {
+        "fp8",
+        "fbgemm_fp8",
+        "modelopt",
+        "modelopt_fp4",
+        "modelopt_mixed",
+        "quark",
+    }
 
 
 def _scales(cache: KvCache, kv: KvChoice) -> Iterator[Finding]:
     if kv.dtype in {"fp8", "fp8_e4m3"} and not cache.layers and not cache.dynamic:
-        title = f"--kv-cache-dtype {kv.dtype} on a checkpoint without k/v scales: the engine uses a scale of 1.0"
-        remedies = ["measure what it costs (assay compare, assay check), calibrate scales, or use auto"]
-        yield warned("kv_dtype_conflict", title, remedies=remedies, references=[_SCALES], flag=kv.dtype)
+        title = (
+            f"--kv-cache-dtype {kv.dtype} on a checkpoint without k/v scales: the engine uses a"
+            " scale of 1.0"
+        )
+        remedies = [
+            "measure what it costs (assay compare, assay check), calibrate scales, or use auto"
+        ]
+        yield warned(
+            "kv_dtype_conflict", title, remedies=remedies, references=[_SCALES], flag=kv.dtype
+        )
     plain = kv.dtype in {"auto", "float16", "bfloat16"}
     if cache.declared and not plain and not _same(cache.declared, kv.dtype):
-        title = f"the checkpoint's KV scales are for {cache.declared}, the command line asks for {kv.dtype}"
-        yield found("kv_dtype_conflict", title, remedies=["use auto"], declared=cache.declared, flag=kv.dtype)
+        title = (
+            f"the checkpoint's KV scales are for {cache.declared}, the command line asks for"
+            f" {kv.dtype}"
+        )
+        yield found(
+            "kv_dtype_conflict",
+            title,
+            remedies=["use auto"],
+            declared=cache.declared,
+            flag=kv.dtype,
+        )
 
 
 def _same(declared: str, dtype: str) -> bool:
-    return (declared.startswith("fp8") and is_fp8(dtype)) or (declared.startswith("nvfp4") and "nvfp4" in dtype)
+    return (declared.startswith("fp8") and is_fp8(dtype)) or (
+        declared.startswith("nvfp4") and "nvfp4" in dtype
+    )
 
 
-def _automatic(kv: KvChoice, backend: str | None, capability: float, attention: Attention) -> Iterator[Finding]:
+def _automatic(
+    kv: KvChoice, backend: str | None, capability: float, attention: Attention
+) -> Iterator[Finding]:
     """No backend was named: is there one, and can it be built?"""
-    evidence: dict[str, Any] = {"flag": kv.dtype, "compute_capability": capability, "chosen": backend}
+    evidence: dict[str, Any] = {
+        "flag": kv.dtype,
+        "compute_capability": capability,
+        "chosen": backend,
+    }
     if backend is None:
-        kind = {"ordinary": "", "latent": " for latent attention", "sparse": " for sparse latent attention"}
-        title = f"no attention backend{kind[attention]} holds a {kv.dtype} KV cache on compute capability {capability}"
+        kind = {
+            "ordinary": "",
+            "latent": " for latent attention",
+            "sparse": " for sparse latent attention",
+        }
+        title = (
+            f"no attention backend{kind[attention]} holds a {kv.dtype} KV cache on compute"
+            f" capability {capability}"
+        )
         yield found("kv_dtype_conflict", title, references=[_BACKENDS], **evidence)
     elif problem := construction_problem(backend, kv.dtype, capability):
         title = f"{problem}, and the engine would choose it here"
         yield found("kv_dtype_conflict", title, references=[_BACKENDS], **evidence)
 
 
-def _backend(kv: KvChoice, backend: str, attention: Attention, head: int | None) -> Iterator[Finding]:
+def _backend(
+    kv: KvChoice, backend: str, attention: Attention, head: int | None
+) -> Iterator[Finding]:
     known = BACKENDS.get(backend)
     if known is None:
         if backend not in OTHER_NAMES:
@@ -464,19 +588,32 @@ def _backend(kv: KvChoice, backend: str, attention: Attention, head: int | None)
     if known.attention != attention:
         need = {"ordinary": "ordinary attention", "latent": "latent attention (MLA)",
                 "sparse": "sparse latent attention"}  # fmt: skip
-        title = f"the backend {backend} is for {need[known.attention]}, this model uses {need[attention]}"
+        title = (
+            f"the backend {backend} is for {need[known.attention]}, this model uses"
+            f" {need[attention]}"
+        )
         yield found("flag_rejected", title, flag=backend)
         return
     if kv.dtype not in known.dtypes:
         title = f"the attention backend {backend} does not hold a {kv.dtype} KV cache"
         remedies = ["leave --attention-backend out, or choose another KV dtype"]
-        evidence: dict[str, Any] = {"backend": backend, "flag": kv.dtype, "allowed": sorted(known.dtypes)}
-        yield found("kv_dtype_conflict", title, remedies=remedies, references=[_BACKENDS], **evidence)
+        evidence: dict[str, Any] = {
+            "backend": backend,
+            "flag": kv.dtype,
+            "allowed": sorted(known.dtypes),
+        }
+        yield found(
+            "kv_dtype_conflict", title, remedies=remedies, references=[_BACKENDS], **evidence
+        )
     elif kv.capability is not None:
         problem = selection_problem(backend, kv.dtype, kv.capability, head)
         problem = problem or construction_problem(backend, kv.dtype, kv.capability)
         if problem:
-            gpu: dict[str, Any] = {"backend": backend, "flag": kv.dtype, "compute_capability": kv.capability}
+            gpu: dict[str, Any] = {
+                "backend": backend,
+                "flag": kv.dtype,
+                "compute_capability": kv.capability,
+            }
             yield found("kv_dtype_conflict", problem, references=[_BACKENDS], **gpu)
     if known.heads is not None and head and head not in known.heads:
         title = f"the backend {backend} takes heads of {sorted(known.heads)}, this model has {head}"

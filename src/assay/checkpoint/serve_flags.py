@@ -17,8 +17,8 @@ from assay.checkpoint.serve_args import TABLED, KvChoice, ServeArgs, Version, ch
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding
 
-# -----------------------------------------------------------------------------
-# Combinations of model and flag that people found broken: warnings, each with where it was reported.
+# Combinations of model and flag that people found broken: warnings, each with where it was
+# reported.
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,10 @@ REPORTS = (
     Report(
         "Qwen3.5 in NVFP4 with an fp8 KV cache that a connector moves to another server",
         lambda c: (
-            c.model_type.startswith("qwen3_5") and c.method in _MODELOPT and c.kv.startswith("fp8") and c.connector
+            c.model_type.startswith("qwen3_5")
+            and c.method in _MODELOPT
+            and c.kv.startswith("fp8")
+            and c.connector
         ),
         "corrupt answers, though each server alone is right",
         f"{_VLLM}42179",
@@ -92,7 +95,11 @@ REPORTS = (
     ),
     Report(
         "a bfloat16 model of the Qwen family, GPTQ or AWQ, served in float16",
-        lambda c: c.model_type.startswith("qwen") and c.method in {"gptq", "awq"} and c.dtype in {"float16", "half"},
+        lambda c: (
+            c.model_type.startswith("qwen")
+            and c.method in {"gptq", "awq"}
+            and c.dtype in {"float16", "half"}
+        ),
         "overflow to inf and NaN, printed as a flood of !",
         f"{_VLLM}14126",
         "config_conflict",
@@ -104,7 +111,10 @@ def lint_known_bad(
     checkpoint: Checkpoint, declared: Declared | None, args: ServeArgs, kv: KvChoice
 ) -> Iterator[Finding]:
     """A warning for every reported combination that this command line repeats."""
-    sizes = (checkpoint.dims(key) or 0 for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+    sizes = (
+        checkpoint.dims(key) or 0
+        for key in ("num_experts", "n_routed_experts", "num_local_experts")
+    )
     case = Case(
         checkpoint.model_type,
         declared.method if declared else None,
@@ -122,22 +132,61 @@ def lint_known_bad(
             yield warned(report.finding, title, remedies=remedies, references=[report.reference])
 
 
-# -----------------------------------------------------------------------------
 # What vLLM makes of `--quantization` for each kind of checkpoint.
 #
-# The rules below were read off vLLM 0.32's own `ModelConfig._verify_quantization`. Older versions differ where `resolve` says so.
+# The rules below were read off vLLM 0.32's own `ModelConfig._verify_quantization`. Older versions
+# differ where `resolve` says so.
 
-METHODS = frozenset({
-    "awq", "auto_awq", "fp8", "fbgemm_fp8", "fp_quant", "modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed",
-    "auto_gptq", "gptq", "gptq_marlin", "awq_marlin", "humming", "compressed-tensors", "experts_int8", "quark",
-    "moe_wna16", "torchao", "inc", "mxfp4", "gpt_oss_mxfp4", "deepseek_v4_fp8", "online", "fp8_per_tensor",
-    "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token", "mxfp8",
-})  # fmt: skip
+METHODS = frozenset(
+    {
+        "awq",
+        "auto_awq",
+        "fp8",
+        "fbgemm_fp8",
+        "fp_quant",
+        "modelopt",
+        "modelopt_fp4",
+        "modelopt_mxfp8",
+        "modelopt_mixed",
+        "auto_gptq",
+        "gptq",
+        "gptq_marlin",
+        "awq_marlin",
+        "humming",
+        "compressed-tensors",
+        "experts_int8",
+        "quark",
+        "moe_wna16",
+        "torchao",
+        "inc",
+        "mxfp4",
+        "gpt_oss_mxfp4",
+        "deepseek_v4_fp8",
+        "online",
+        "fp8_per_tensor",
+        "fp8_per_block",
+        "fp8_per_channel",
+        "int8_per_channel_weight_only",
+        "nvfp4_per_token",
+        "mxfp8",
+    }
+)
 DEPRECATED = frozenset({"fbgemm_fp8", "fp_quant"})
-ONLINE = frozenset({
-    "fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "mxfp4", "int8_per_channel_weight_only",
-    "nvfp4_per_token", "online", "experts_int8", "humming",
-})  # fmt: skip
+ONLINE = frozenset(
+    {
+        "fp8",
+        "fp8_per_tensor",
+        "fp8_per_block",
+        "fp8_per_channel",
+        "mxfp8",
+        "mxfp4",
+        "int8_per_channel_weight_only",
+        "nvfp4_per_token",
+        "online",
+        "experts_int8",
+        "humming",
+    }
+)
 """Methods that quantise a plain checkpoint while it loads; the others need quantised tensors."""
 
 _SYNONYMS = {
@@ -178,7 +227,9 @@ def resolve(
     version: Version | None = None,
     allow_deprecated: bool = False,
 ) -> Outcome:
-    """What becomes of `--quantization flag` on a checkpoint whose `quant_method` is `method` (None: plain)."""
+    """What becomes of `--quantization flag` on a checkpoint whose `quant_method` is `method` (None:
+    plain).
+    """
     version = version or TABLED
     flag = flag.lower() if flag and flag.lower() != "none" else None
     forced = _forced(method, algorithm, model_type, version)
@@ -186,7 +237,9 @@ def resolve(
         return Outcome("accepted", flag)
     if flag == "humming" and method is not None:
         if forced == "gpt_oss_mxfp4":
-            return Outcome("rejected", None, "for gpt-oss the engine wants --moe-backend humming instead")
+            return Outcome(
+                "rejected", None, "for gpt-oss the engine wants --moe-backend humming instead"
+            )
         return Outcome("accepted", "humming")
     if forced is not None:
         aliases = {None, forced, method, "inc" if forced == "inc" else forced}
@@ -201,11 +254,15 @@ def resolve(
     if method is None:
         chosen = flag
     elif flag is not None and flag != method:
-        return Outcome("rejected", None, f"the checkpoint is {method}; the engine stops on the mismatch")
+        return Outcome(
+            "rejected", None, f"the checkpoint is {method}; the engine stops on the mismatch"
+        )
     return _final(chosen, version, allow_deprecated)
 
 
-def _forced(method: str | None, algorithm: str | None, model_type: str | None, version: Version) -> str | None:
+def _forced(
+    method: str | None, algorithm: str | None, model_type: str | None, version: Version
+) -> str | None:
     """The method that these checkpoints get whatever the flag says."""
     if method in {"auto-round", "inc"}:
         return "inc" if version >= _FIRST_INC else None
@@ -226,7 +283,9 @@ def _final(method: str | None, version: Version, allow_deprecated: bool) -> Outc
     if method in _PLUGINS:
         plugin = _PLUGINS[method]
         return Outcome(
-            "plugin", None, f"vLLM {version} loads {method} only with {plugin}; without it the name is unknown"
+            "plugin",
+            None,
+            f"vLLM {version} loads {method} only with {plugin}; without it the name is unknown",
         )
     if method not in METHODS:
         return Outcome("rejected", None, f"vLLM {version} knows no quantisation method {method!r}")
@@ -236,14 +295,28 @@ def _final(method: str | None, version: Version, allow_deprecated: bool) -> Outc
 
 
 MIN_CAPABILITY: dict[str, float] = {
-    "auto_gptq": 6.0, "inc": 6.0, "compressed-tensors": 7.0, "quark": 7.0, "moe_wna16": 7.0, "auto_awq": 7.5,
-    "fp8": 7.5, "torchao": 7.5, "modelopt_fp4": 7.5, "humming": 7.5, "online": 7.5, "modelopt": 8.0, "mxfp8": 8.0,
-    "mxfp4": 8.0, "gpt_oss_mxfp4": 8.0, "modelopt_mxfp8": 8.0, "experts_int8": 8.0, "fbgemm_fp8": 8.0, "fp_quant": 10.0,
-}  # fmt: skip
+    "auto_gptq": 6.0,
+    "inc": 6.0,
+    "compressed-tensors": 7.0,
+    "quark": 7.0,
+    "moe_wna16": 7.0,
+    "auto_awq": 7.5,
+    "fp8": 7.5,
+    "torchao": 7.5,
+    "modelopt_fp4": 7.5,
+    "humming": 7.5,
+    "online": 7.5,
+    "modelopt": 8.0,
+    "mxfp8": 8.0,
+    "mxfp4": 8.0,
+    "gpt_oss_mxfp4": 8.0,
+    "modelopt_mxfp8": 8.0,
+    "experts_int8": 8.0,
+    "fbgemm_fp8": 8.0,
+    "fp_quant": 10.0,
+}
 """Lowest CUDA compute capability by resolved method (class minima of 0.32)."""
 
-
-# -----------------------------------------------------------------------------
 
 _DOCS = "https://docs.vllm.ai/en/v0.32.0/features/quantization/"
 
@@ -276,7 +349,11 @@ def lint(target: Target) -> Iterator[Finding]:
 def _unknown(target: Target) -> Iterator[Finding]:
     exact = target.version is None or target.version == TABLED
     for flag, close in target.args.unknown.items():
-        engine = f"vLLM {TABLED}" if exact else f"vLLM {TABLED} (the version {target.version} has no table)"
+        engine = (
+            f"vLLM {TABLED}"
+            if exact
+            else f"vLLM {TABLED} (the version {target.version} has no table)"
+        )
         title = f"{flag} is no option of {engine}" + (f"; did you mean {close}?" if close else "")
         write = found if exact else warned
         detail = "vLLM refuses to start with an option that it does not know."
@@ -292,27 +369,37 @@ def _quantization(target: Target) -> Iterator[Finding]:
         allow_deprecated="--allow-deprecated-quantization" in args.options,
     )  # fmt: skip
     if method is None and outcome.status == "accepted" and outcome.method in METHODS - ONLINE:
-        reason = f"{outcome.method} reads quantised tensors and their settings, and no file declares any"
+        reason = (
+            f"{outcome.method} reads quantised tensors and their settings, and no file declares any"
+        )
         outcome = Outcome("rejected", None, reason)
     subject = f"a {method} checkpoint" if method else "a checkpoint that declares no quantisation"
     evidence: dict[str, Any] = {"flag": flag, "quant_method": method, "resolved": outcome.method}
     if outcome.status == "ignored":
         title = f"--quantization {flag} is ignored on {subject}: the engine uses {outcome.method}"
-        yield warned("flag_ignored", title, remedies=["leave the flag out"], references=[_DOCS], **evidence)
+        yield warned(
+            "flag_ignored", title, remedies=["leave the flag out"], references=[_DOCS], **evidence
+        )
     elif outcome.status == "rejected":
         title = f"--quantization {flag} is rejected on {subject}: {outcome.reason}"
         if flag is None:
             title = f"vLLM rejects {subject}: {outcome.reason}"
-        remedies = ["leave the flag out; the engine reads the method from the checkpoint"] if flag else []
+        remedies = (
+            ["leave the flag out; the engine reads the method from the checkpoint"] if flag else []
+        )
         if method is None:
-            remedies.append("to quantise plain weights while they load: --quantization fp8_per_tensor")
+            remedies.append(
+                "to quantise plain weights while they load: --quantization fp8_per_tensor"
+            )
         yield found("flag_rejected", title, remedies=remedies, references=[_DOCS], **evidence)
     elif outcome.status == "plugin":
         remedies = ["install the plugin, or use another engine"]
         yield found("flag_rejected", outcome.reason, remedies=remedies, **evidence)
     lowest = MIN_CAPABILITY.get(outcome.method or "")
     if lowest and target.capability is not None and target.capability < lowest:
-        title = f"{outcome.method} needs compute capability {lowest}, the GPU has {target.capability}"
+        title = (
+            f"{outcome.method} needs compute capability {lowest}, the GPU has {target.capability}"
+        )
         yield found("flag_rejected", title, **evidence)
 
 
@@ -321,7 +408,14 @@ def _speculation(target: Target) -> Iterator[Finding]:
     if settings is None:
         return
     method, count = settings.get("method"), settings.get("num_speculative_tokens")
-    own_head = method in {"mtp", "deepseek_mtp", "qwen3_next_mtp", "glm4_moe_mtp", "mimo_mtp", "ernie_mtp"}
+    own_head = method in {
+        "mtp",
+        "deepseek_mtp",
+        "qwen3_next_mtp",
+        "glm4_moe_mtp",
+        "mimo_mtp",
+        "ernie_mtp",
+    }
     if own_head and "model" not in settings:
         if target.checkpoint.config.get("model_type") == "deepseek_v41":
             title = "method mtp is refused for DeepSeek V4.1: its checkpoint carries DSpark stages"
@@ -331,8 +425,13 @@ def _speculation(target: Target) -> Iterator[Finding]:
             remedies = ["leave --speculative-config out, or name a draft model"]
             yield found("mtp_missing", title, remedies=remedies, flag="--speculative-config")
     if type(count) is int and own_head and target.mtp.announced and count > target.mtp.announced:
-        title = f"{count} speculative tokens from a head of {plural(target.mtp.announced, 'layer')}: it is run again"
-        detail = "Later positions are accepted less often; measure with assay spec whether they pay."
+        title = (
+            f"{count} speculative tokens from a head of {plural(target.mtp.announced, 'layer')}: it"
+            " is run again"
+        )
+        detail = (
+            "Later positions are accepted less often; measure with assay spec whether they pay."
+        )
         yield warned("config_conflict", title, detail=detail, flag="num_speculative_tokens")
 
 
@@ -343,13 +442,24 @@ def _shape(target: Target) -> Iterator[Finding]:
     if parallel and parallel.isdigit() and int(parallel) > 0 and heads and heads % int(parallel):
         title = f"--tensor-parallel-size {parallel} does not divide the {heads} attention heads"
         yield found("flag_rejected", title, flag="--tensor-parallel-size", heads=heads)
-    length, limit = (_number(target.args.get("--max-model-len")), target.checkpoint.dims("max_position_embeddings"))
-    scaled = config.get("rope_scaling") or "rope_scaling" in (target.args.get("--hf-overrides") or "")
+    length, limit = (
+        _number(target.args.get("--max-model-len")),
+        target.checkpoint.dims("max_position_embeddings"),
+    )
+    scaled = config.get("rope_scaling") or "rope_scaling" in (
+        target.args.get("--hf-overrides") or ""
+    )
     if length and limit and length > limit and not scaled:
         title = f"--max-model-len {length} is beyond the model's {limit} positions"
-        yield found("flag_rejected", title, remedies=["lower it, or configure rope scaling"], limit=limit)
+        yield found(
+            "flag_rejected", title, remedies=["lower it, or configure rope scaling"], limit=limit
+        )
     stored = {t.dtype for t in target.checkpoint.tensors.values()}
-    if target.args.get("--dtype") in {"float16", "half"} and "BF16" in stored and "F16" not in stored:
+    if (
+        target.args.get("--dtype") in {"float16", "half"}
+        and "BF16" in stored
+        and "F16" not in stored
+    ):
         title = "--dtype float16 on bfloat16 weights: values beyond 65504 overflow to inf"
         yield warned("config_conflict", title, remedies=["use --dtype auto"], flag="--dtype")
 
@@ -378,12 +488,13 @@ def _rope(target: Target) -> Iterator[Finding]:
 
 
 def _theta(config: Document) -> float | None:
-    nested = ((config.get(key) or {}).get("rope_theta") for key in ("rope_parameters", "rope_scaling"))
+    nested = (
+        (config.get(key) or {}).get("rope_theta") for key in ("rope_parameters", "rope_scaling")
+    )
     value = next((v for v in (*nested, config.get("rope_theta")) if v is not None), None)
     return None if isinstance(value, list) else value
 
 
-# -----------------------------------------------------------------------------
 # The `vllm serve` flags that fit a checkpoint, as one command.
 
 
@@ -406,16 +517,27 @@ def advise(
             model_type=checkpoint.config.get("model_type"), version=version,
         )  # fmt: skip
         if outcome.status == "accepted":
-            notes.append(f"leave --quantization out: the engine reads {declared.method} and uses {outcome.method}")
+            notes.append(
+                f"leave --quantization out: the engine reads {declared.method} and uses"
+                f" {outcome.method}"
+            )
             if outcome.method in MIN_CAPABILITY:
-                notes.append(f"{outcome.method} needs a CUDA compute capability of {MIN_CAPABILITY[outcome.method]}")
+                notes.append(
+                    f"{outcome.method} needs a CUDA compute capability of"
+                    f" {MIN_CAPABILITY[outcome.method]}"
+                )
         else:
             notes.append(outcome.reason)
     if cache.declared and (cache.layers or cache.dynamic):
-        notes.append(f"leave --kv-cache-dtype out: auto takes the {cache.declared} scheme of the checkpoint")
+        notes.append(
+            f"leave --kv-cache-dtype out: auto takes the {cache.declared} scheme of the checkpoint"
+        )
     elif cache.declared:
         words += ["--kv-cache-dtype", "bfloat16"]
-        notes.append(f"the {cache.declared} KV cache that is declared has no scales: auto would use 1.0 for them")
+        notes.append(
+            f"the {cache.declared} KV cache that is declared has no scales: auto would use 1.0 for"
+            " them"
+        )
     if mtp.status in {"ok", "declared_quantized"} and mtp.announced:
         settings = f'{{"method":"mtp","num_speculative_tokens":{max(mtp.announced, 1)}}}'
         words += ["--speculative-config", settings]
@@ -423,15 +545,22 @@ def advise(
         notes.append("no --speculative-config: the head would draft nothing that is accepted")
     if mtp.announced and declared is not None:
         words += ["--model-loader-extra-config", '{"enable_weights_track":true}']
-        notes.append("enable_weights_track makes a head that the checkpoint does not fill loud at load")
+        notes.append(
+            "enable_weights_track makes a head that the checkpoint does not fill loud at load"
+        )
     return {"command": shlex.join(words), "notes": notes}
 
 
 def _draft(checkpoint: Checkpoint, model: str) -> dict[str, object]:
     """A draft is served beside its target."""
-    settings = f'{{"method":"{draft_kind(checkpoint)}","model":"{model}","num_speculative_tokens":3}}'
+    settings = (
+        f'{{"method":"{draft_kind(checkpoint)}","model":"{model}","num_speculative_tokens":3}}'
+    )
     notes = [
         "a draft cannot be served alone: TARGET is the model that it was trained for",
         "hold the pair together first: assay verify TARGET --serve-args with this command",
     ]
-    return {"command": shlex.join(["vllm", "serve", "TARGET", "--speculative-config", settings]), "notes": notes}
+    return {
+        "command": shlex.join(["vllm", "serve", "TARGET", "--speculative-config", settings]),
+        "notes": notes,
+    }

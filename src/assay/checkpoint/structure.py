@@ -1,7 +1,7 @@
 """The tensors that a config promises, for the families whose layout assay knows by heart.
 
-A family is a function from the config's dimensions and a layer's index to the pieces of that decoder layer: names
-below the layer, and shapes. A Linear weight is [out, in] as PyTorch stores it.
+A family is a function from the config's dimensions and a layer's index to the pieces of that
+decoder layer: names below the layer, and shapes. A Linear weight is [out, in] as PyTorch stores it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Piece = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Dims:
-    """The dimensions of a language model's config. `d[key]` must be given: what was not stands in `lacking`."""
+    """The dimensions of a language model's config. `d[key]` must be given: what was not stands in
+    `lacking`.
+    """
 
     config: Mapping[str, Any]
     lacking: set[str] = field(default_factory=set)
@@ -74,10 +76,11 @@ class Dims:
     @property
     def experts(self) -> int:
         """Routed experts of a layer, however the family calls them (0 for a dense model)."""
-        return max(self.get(key) for key in ("n_routed_experts", "num_experts", "num_local_experts"))
+        return max(
+            self.get(key) for key in ("n_routed_experts", "num_experts", "num_local_experts")
+        )
 
 
-# -----------------------------------------------------------------------------
 # The pieces that decoder layers are built of.
 
 
@@ -89,9 +92,16 @@ def linear(name: str, out: int, width: int, bias: bool = False) -> Iterator[Piec
 
 
 def attention(
-    d: Dims, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: str = "", gated: bool = False
+    d: Dims,
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: str = "",
+    gated: bool = False,
 ) -> Iterator[Piece]:
-    """Grouped-query attention; `qk_norm` is `head` (per head) or `full` (over all heads), `gated` doubles the query."""
+    """Grouped-query attention; `qk_norm` is `head` (per head) or `full` (over all heads), `gated`
+    doubles the query.
+    """
     query, key = d.heads * d.head_dim, d.kv_heads * d.head_dim
     yield from linear("self_attn.q_proj", query * (2 if gated else 1), d.hidden, qkv_bias)
     yield from linear("self_attn.k_proj", key, d.hidden, qkv_bias)
@@ -103,8 +113,15 @@ def attention(
 
 
 def latent_attention(d: Dims, layer: int = 0) -> Iterator[Piece]:
-    """Multi-head latent attention (DeepSeek V2 and V3): low-rank query and key-value projections with norms."""
-    rope, nope, value, rank = d["qk_rope_head_dim"], d["qk_nope_head_dim"], d["v_head_dim"], d["kv_lora_rank"]
+    """Multi-head latent attention (DeepSeek V2 and V3): low-rank query and key-value projections
+    with norms.
+    """
+    rope, nope, value, rank = (
+        d["qk_rope_head_dim"],
+        d["qk_nope_head_dim"],
+        d["v_head_dim"],
+        d["kv_lora_rank"],
+    )
     query, bias = d.heads * (rope + nope), d.flag("attention_bias")
     if query_rank := d.get("q_lora_rank"):
         yield from linear("self_attn.q_a_proj", query_rank, d.hidden, bias)
@@ -152,7 +169,9 @@ def experts(d: Dims, count: int) -> Iterator[Piece]:
 
 
 def fused_experts(pieces: Iterator[Piece], d: Dims) -> Iterator[Piece]:
-    """`pieces` with the single experts as two three-dimensional tensors (how transformers 5 and Qwen3.5 store them)."""
+    """`pieces` with the single experts as two three-dimensional tensors (how transformers 5 and
+    Qwen3.5 store them).
+    """
     width = d["moe_intermediate_size"]
     for name, shape in pieces:
         at, single, rest = name.partition("mlp.experts.")
@@ -169,13 +188,14 @@ def norms(d: Dims, *names: str) -> Iterator[Piece]:
         yield f"{name}.weight", (d.hidden,)
 
 
-# -----------------------------------------------------------------------------
 # Attention and MLP of each family, as functions of (dimensions, layer).
 
 Layer = Callable[[Dims, int], Iterator[Piece]]
 
 
-def _attending(qk_norm: str = "", qkv_bias: bool | None = None, out_bias: bool | None = None) -> Layer:
+def _attending(
+    qk_norm: str = "", qkv_bias: bool | None = None, out_bias: bool | None = None
+) -> Layer:
     """Grouped-query attention whose biases follow `attention_bias` unless the family fixes them."""
 
     def part(d: Dims, layer: int) -> Iterator[Piece]:
@@ -187,11 +207,15 @@ def _attending(qk_norm: str = "", qkv_bias: bool | None = None, out_bias: bool |
 
 
 def _glm_attention(d: Dims, layer: int) -> Iterator[Piece]:
-    return attention(d, qkv_bias=d.flag("attention_bias"), qk_norm="head" if d.flag("use_qk_norm") else "")
+    return attention(
+        d, qkv_bias=d.flag("attention_bias"), qk_norm="head" if d.flag("use_qk_norm") else ""
+    )
 
 
 def full_attention(d: Dims, layer: int) -> bool:
-    """Whether a layer of a Qwen3-Next or Qwen3.5 model attends to all tokens (every fourth does by default)."""
+    """Whether a layer of a Qwen3-Next or Qwen3.5 model attends to all tokens (every fourth does by
+    default).
+    """
     types = d.config.get("layer_types")
     if types and layer < len(types):
         return bool(types[layer] == "full_attention")
@@ -255,8 +279,6 @@ def _grouped_moe(d: Dims, layer: int) -> Iterator[Piece]:
         yield from gated_mlp(d, shared * d["moe_intermediate_size"], "mlp.shared_experts")
 
 
-# -----------------------------------------------------------------------------
-
 _PRE_POST = ("input_layernorm", "post_attention_layernorm")
 _SANDWICH = (*_PRE_POST, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
@@ -277,23 +299,37 @@ _QWEN3_5 = _decoder(_hybrid_attention(split=True), _dense)
 _QWEN3_5_MOE = _decoder(_hybrid_attention(split=True), shared_expert_moe)
 
 FAMILIES: dict[str, Layer] = {
-    "llama": _LLAMA, "smollm3": _LLAMA, "gemma": _LLAMA, "qwen2": _QWEN2, "mimo": _QWEN2,
+    "llama": _LLAMA,
+    "smollm3": _LLAMA,
+    "gemma": _LLAMA,
+    "qwen2": _QWEN2,
+    "mimo": _QWEN2,
     "mistral": _decoder(_attending(qkv_bias=False, out_bias=False), _dense),
-    "qwen3": _decoder(_attending("head"), _dense), "qwen3_moe": _decoder(_attending("head"), _sparse),
-    "gemma2": _decoder(_attending(), _dense, _SANDWICH), "gemma3": _GEMMA3, "gemma3_text": _GEMMA3,
-    "olmo2": _decoder(_attending("full"), _dense, ("post_attention_layernorm", "post_feedforward_layernorm")),
+    "qwen3": _decoder(_attending("head"), _dense),
+    "qwen3_moe": _decoder(_attending("head"), _sparse),
+    "gemma2": _decoder(_attending(), _dense, _SANDWICH),
+    "gemma3": _GEMMA3,
+    "gemma3_text": _GEMMA3,
+    "olmo2": _decoder(
+        _attending("full"), _dense, ("post_attention_layernorm", "post_feedforward_layernorm")
+    ),
     "mixtral": _decoder(_attending(qkv_bias=False, out_bias=False), _mixtral_moe),
-    "deepseek_v3": _decoder(latent_attention, _grouped_moe), "glm4_moe": _decoder(_glm_attention, _grouped_moe),
+    "deepseek_v3": _decoder(latent_attention, _grouped_moe),
+    "glm4_moe": _decoder(_glm_attention, _grouped_moe),
     "qwen3_next": _decoder(_hybrid_attention(split=False), shared_expert_moe),
-    "qwen3_5": _QWEN3_5, "qwen3_5_text": _QWEN3_5, "qwen3_5_moe": _QWEN3_5_MOE, "qwen3_5_moe_text": _QWEN3_5_MOE,
-}  # fmt: skip
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5_MOE,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+}
 """Layer layouts by `model_type`."""
 
-TIED_BY_DEFAULT = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "cohere", "cohere2"})
+TIED_BY_DEFAULT = frozenset(
+    {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "cohere", "cohere2"}
+)
 """Families whose output head is the embedding unless the config says otherwise."""
 
 
-# -----------------------------------------------------------------------------
 # The tensors that index and config promise against those that are stored.
 
 
@@ -312,7 +348,9 @@ class Expectation:
 
 
 def tied(checkpoint: Checkpoint) -> bool:
-    """Whether the output head is the embedding: the text config's word, the top level's, the family's habit."""
+    """Whether the output head is the embedding: the text config's word, the top level's, the
+    family's habit.
+    """
     for config in (checkpoint.text_config, checkpoint.config):
         value = config.get("tie_word_embeddings")
         if value is not None:
@@ -332,7 +370,9 @@ def expectation(checkpoint: Checkpoint) -> Expectation | None:
     if layer is None:
         return None
     if d.layers * max(d.experts, 1) > MAX_PIECES:
-        problem = f"config.json promises {d.layers} layers of {d.experts} experts, more than assay counts"
+        problem = (
+            f"config.json promises {d.layers} layers of {d.experts} experts, more than assay counts"
+        )
         return Expectation({}, "config.json", problem)
     prefix = checkpoint.prefix
     shapes: dict[str, Shape] = {
@@ -341,14 +381,18 @@ def expectation(checkpoint: Checkpoint) -> Expectation | None:
     }
     for index in range(d.layers):
         pieces, at = layer(d, index), f"{prefix}layers.{index}."
-        if any(p.startswith("gate_up_proj") for p in checkpoint.modules.get(f"{at}mlp.experts", {})):
+        if any(
+            p.startswith("gate_up_proj") for p in checkpoint.modules.get(f"{at}mlp.experts", {})
+        ):
             pieces = fused_experts(pieces, d)
         shapes.update((at + name, shape) for name, shape in pieces)
     if has_head(checkpoint) and not tied(checkpoint):
         shapes[head_name(checkpoint)] = (d["vocab_size"], d.hidden)
     if d.lacking:
         names = ", ".join(sorted(d.lacking))
-        return Expectation({}, "config.json", f"config.json gives no {names} for a {checkpoint.model_type}")
+        return Expectation(
+            {}, "config.json", f"config.json gives no {names} for a {checkpoint.model_type}"
+        )
     return Expectation(shapes, "config.json")
 
 
@@ -362,13 +406,17 @@ def head_name(checkpoint: Checkpoint) -> str:
 
 
 def check_structure(checkpoint: Checkpoint, promised: Expectation | None) -> Iterator[Finding]:
-    """Missing tensors and wrong shapes; without an expectation, layers that lack what their peers have."""
+    """Missing tensors and wrong shapes; without an expectation, layers that lack what their peers
+    have.
+    """
     yield from _names(checkpoint)
     if promised is None or promised.problem:
         if promised is not None:
             title = f"{promised.problem}: the names and shapes of the tensors were not examined"
             yield unexamined(
-                title, severity=Severity.WARNING, remedies=["take config.json from the original repository"]
+                title,
+                severity=Severity.WARNING,
+                remedies=["take config.json from the original repository"],
             )
         yield from holes_among_peers(checkpoint)
         return
@@ -378,35 +426,57 @@ def check_structure(checkpoint: Checkpoint, promised: Expectation | None) -> Ite
     wrong = dict(_wrong_shapes(checkpoint, promised))
     if wrong:
         name, (stored, wanted) = next(iter(wrong.items()))
-        title = f"{plural(len(wrong), 'tensor')} of another shape than the config says, first {name}: "
+        title = (
+            f"{plural(len(wrong), 'tensor')} of another shape than the config says, first {name}: "
+        )
         title += f"{list(stored)} stored, {list(wanted)} expected"
         evidence = {n: {"stored": s, "expected": w} for n, (s, w) in list(wrong.items())[:SHOWN]}
-        causes = ["config.json belongs to another size of this model", "the tensor was resized without the config"]
+        causes = [
+            "config.json belongs to another size of this model",
+            "the tensor was resized without the config",
+        ]
         yield found("tensor_shape", title, causes=causes, tensors=evidence, count=len(wrong))
 
 
 def _names(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Tensors named as another architecture would name them, which no engine maps into this one.
 
-    vLLM 0.32 maps `model.language_model.` for the text-only forms of Qwen3.5 and Gemma 4, and for no others.
+    vLLM 0.32 maps `model.language_model.` for the text-only forms of Qwen3.5 and Gemma 4, and for
+    no others.
     """
     config, prefix = checkpoint.config, checkpoint.prefix
     names = config.get("architectures") or []
-    text_only = names and all(n.endswith("ForCausalLM") for n in names) and checkpoint.text_config is config
-    if not text_only or config.get("auto_map") or config.get("vision_config") or config.get("quantization"):
+    text_only = (
+        names and all(n.endswith("ForCausalLM") for n in names) and checkpoint.text_config is config
+    )
+    if (
+        not text_only
+        or config.get("auto_map")
+        or config.get("vision_config")
+        or config.get("quantization")
+    ):
         return
-    if prefix == "model.language_model." and checkpoint.model_type.startswith(("qwen3_5", "gemma4")):
+    if prefix == "model.language_model." and checkpoint.model_type.startswith(
+        ("qwen3_5", "gemma4")
+    ):
         return
     known = checkpoint.model_type in FAMILIES
     if "language_model." in prefix or (known and prefix not in {"", "model."}):
-        title = f"config.json says {names[0]}, a text-only model, but the tensors are named {prefix}*"
+        title = (
+            f"config.json says {names[0]}, a text-only model, but the tensors are named {prefix}*"
+        )
         causes = [
             "the language model was taken out of a multimodal one, and only the config was changed",
             "the names were left as a training wrapper gave them",
         ]
-        detail = "No engine maps these names into that architecture: it stops, or leaves all weights random."
+        detail = (
+            "No engine maps these names into that architecture: it stops, or leaves all weights"
+            " random."
+        )
         remedies = ["rename the tensors to model.*, or restore the multimodal config.json"]
-        yield found("config_conflict", title, detail=detail, causes=causes, remedies=remedies, prefix=prefix)
+        yield found(
+            "config_conflict", title, detail=detail, causes=causes, remedies=remedies, prefix=prefix
+        )
 
 
 def is_stored(checkpoint: Checkpoint, name: str) -> bool:
@@ -417,7 +487,9 @@ def is_stored(checkpoint: Checkpoint, name: str) -> bool:
     params = checkpoint.modules.get(module, {})
     if parameter == "weight":
         return carrier(params) is not None
-    return any(p.startswith(f"{parameter}_") for p in params)  # fused experts: gate_up_proj_blocks, …_packed
+    return any(
+        p.startswith(f"{parameter}_") for p in params
+    )  # fused experts: gate_up_proj_blocks, …_packed
 
 
 def _missing(checkpoint: Checkpoint, missing: list[str], origin: str) -> Finding:
@@ -432,12 +504,19 @@ def _missing(checkpoint: Checkpoint, missing: list[str], origin: str) -> Finding
         ]
     remedies = ["download the checkpoint again, or correct config.json"]
     return found(
-        "tensor_missing", title, causes=causes, remedies=remedies, tensors=missing[:SHOWN], count=len(missing),
+        "tensor_missing",
+        title,
+        causes=causes,
+        remedies=remedies,
+        tensors=missing[:SHOWN],
+        count=len(missing),
         layers=layers[:SHOWN],
-    )  # fmt: skip
+    )
 
 
-def _wrong_shapes(checkpoint: Checkpoint, promised: Expectation) -> Iterator[tuple[str, tuple[Shape, Shape]]]:
+def _wrong_shapes(
+    checkpoint: Checkpoint, promised: Expectation
+) -> Iterator[tuple[str, tuple[Shape, Shape]]]:
     for name, shape in promised.shapes.items():
         tensor = checkpoint.tensors.get(name)
         if tensor is None or tensor.shape == shape:
@@ -445,12 +524,16 @@ def _wrong_shapes(checkpoint: Checkpoint, promised: Expectation) -> Iterator[tup
         module, _, parameter = name.rpartition(".")
         params = checkpoint.modules.get(module, {})
         packed = stored_kind(params) is None or weight_shape(params) is None
-        if not (parameter == "weight" and len(shape) == 2 and packed):  # a scheme checks what is packed
+        if not (
+            parameter == "weight" and len(shape) == 2 and packed
+        ):  # a scheme checks what is packed
             yield name, (tensor.shape, shape)
 
 
 def holes_among_peers(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """For an unknown architecture: layers that count up with a gap, or one layer that lacks a part of its peers."""
+    """For an unknown architecture: layers that count up with a gap, or one layer that lacks a part
+    of its peers.
+    """
     suffixes: dict[int, set[str]] = defaultdict(set)
     for module in checkpoint.modules:
         head, marker, rest = module.partition("layers.")
@@ -464,24 +547,37 @@ def holes_among_peers(checkpoint: Checkpoint) -> Iterator[Finding]:
     if gaps:
         title = f"{plural(len(gaps), 'layer')} of {count} not stored: {some(map(str, gaps))}"
         yield found("tensor_missing", title, layers=gaps[:SHOWN], causes=["a shard is missing"])
-    holes = [f"{checkpoint.prefix}layers.{at}.{tail}" for at, lost in lost_parts(suffixes, 4).items() for tail in lost]
+    holes = [
+        f"{checkpoint.prefix}layers.{at}.{tail}"
+        for at, lost in lost_parts(suffixes, 4).items()
+        for tail in lost
+    ]
     if holes:
-        title = f"{plural(len(holes), 'module')} that the other layers have not stored: {some(holes)}"
-        yield found("tensor_missing", title, modules=holes[:SHOWN], causes=["a shard is missing or was cut"])
+        title = (
+            f"{plural(len(holes), 'module')} that the other layers have not stored: {some(holes)}"
+        )
+        yield found(
+            "tensor_missing", title, modules=holes[:SHOWN], causes=["a shard is missing or was cut"]
+        )
 
 
 def lost_parts(layers: dict[int, set[str]], least: int) -> dict[int, list[str]]:
-    """What a single layer lacks of the parts that at least half of its peers have; needs `least` layers."""
+    """What a single layer lacks of the parts that at least half of its peers have; needs `least`
+    layers.
+    """
     forms = Counter(frozenset(parts) for parts in layers.values())
     lost: dict[int, list[str]] = {}
     for index, own in layers.items() if len(layers) >= least else ():
         fuller = [form for form in forms if own < form]
-        if forms[frozenset(own)] == 1 and sum(forms[f] for f in fuller) >= len(layers) // 2 and fuller:
+        if (
+            forms[frozenset(own)] == 1
+            and sum(forms[f] for f in fuller) >= len(layers) // 2
+            and fuller
+        ):
             lost[index] = sorted(fuller[0] - own)
     return lost
 
 
-# -----------------------------------------------------------------------------
 # `model.safetensors.index.json` against the shards, both ways.
 
 _NUMBERED = re.compile(r"^(.*?)-(\d{5})-of-(\d{5})\.safetensors$")
@@ -511,13 +607,19 @@ def _numbering(checkpoint: Checkpoint) -> Iterator[Finding]:
         if numbered and "/" not in file:
             series[numbered[1], numbered[3]].add(int(numbered[2]))
     for (stem, total), present in series.items():
-        lost = [f"{stem}-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1) if i not in present]
+        lost = [
+            f"{stem}-{i:05d}-of-{total}.safetensors"
+            for i in range(1, int(total) + 1)
+            if i not in present
+        ]
         if lost:
             title = f"{plural(len(lost), 'shard')} missing: {some(lost)}"
             yield found("shard_missing", title, paths=lost[:SHOWN])
         if int(total) > 1:
             title = f"{total} shards of {stem}, but no {INDEX} that says what is in them"
-            yield found("index_mismatch", title, causes=["the index was not downloaded"], path=INDEX)
+            yield found(
+                "index_mismatch", title, causes=["the index was not downloaded"], path=INDEX
+            )
 
 
 def _doubled(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -528,7 +630,10 @@ def _doubled(checkpoint: Checkpoint) -> Iterator[Finding]:
     doubled = {name: sorted(files) for name, files in where.items() if len(files) > 1}
     if doubled:
         name, files = next(iter(doubled.items()))
-        title = f"{plural(len(doubled), 'tensor')} stored in two shards, first {name} ({' and '.join(files)})"
+        title = (
+            f"{plural(len(doubled), 'tensor')} stored in two shards, first {name}"
+            f" ({' and '.join(files)})"
+        )
         causes = ["shards of two revisions or two saves lie in one folder"]
         remedies = ["delete the shards that do not belong to this revision"]
         evidence = dict(list(doubled.items())[:SHOWN])
@@ -553,44 +658,66 @@ def _against_shards(checkpoint: Checkpoint, mapped: dict[str, str]) -> Iterator[
     elsewhere = [n for n, f in mapped.items() if n in actual and f in shards and n not in names[f]]
     if elsewhere:
         name = elsewhere[0]
-        title = f"{plural(len(elsewhere), 'tensor')} not in the shard that the index names, first {name} "
+        title = (
+            f"{plural(len(elsewhere), 'tensor')} not in the shard that the index names, first"
+            f" {name} "
+        )
         title += f"(index: {mapped[name]}, really: {actual[name]})"
         causes = ["two shards were swapped or renamed", "the index belongs to another save"]
         yield found("index_mismatch", title, causes=causes, tensors=elsewhere[:SHOWN])
     nowhere = [n for n, f in mapped.items() if n not in actual and f in shards]
     if nowhere:
-        title = f"{plural(len(nowhere), 'tensor')} named by the index and in no shard: {some(nowhere)}"
+        title = (
+            f"{plural(len(nowhere), 'tensor')} named by the index and in no shard: {some(nowhere)}"
+        )
         causes = ["a shard of another revision", "tensors were dropped without rewriting the index"]
-        yield found("index_mismatch", title, causes=causes, tensors=nowhere[:SHOWN], count=len(nowhere))
+        yield found(
+            "index_mismatch", title, causes=causes, tensors=nowhere[:SHOWN], count=len(nowhere)
+        )
     unnamed = [t.name for f in files if f in shards for t in shards[f] if t.name not in mapped]
     if unnamed:
-        title = f"{plural(len(unnamed), 'tensor')} in the shards that the index does not name: {some(unnamed)}"
+        title = (
+            f"{plural(len(unnamed), 'tensor')} in the shards that the index does not name:"
+            f" {some(unnamed)}"
+        )
         yield found("index_mismatch", title, tensors=unnamed[:SHOWN], count=len(unnamed))
     if checkpoint.stray:
         unlisted = sorted(checkpoint.stray)
-        title = f"{plural(len(unlisted), 'weight file')} that the index does not name: {some(unlisted)}"
+        title = (
+            f"{plural(len(unlisted), 'weight file')} that the index does not name: {some(unlisted)}"
+        )
         detail = "Engines load the files of the index only, so these tensors take no part."
         yield warned("index_mismatch", title, detail=detail, paths=unlisted[:SHOWN])
     total = (checkpoint.object(INDEX).get("metadata") or {}).get("total_size")
-    stored = sum(t.nbytes for f in files if f in checkpoint.headers for t in checkpoint.headers[f].tensors)
+    stored = sum(
+        t.nbytes for f in files if f in checkpoint.headers for t in checkpoint.headers[f].tensors
+    )
     if total is not None and stored and int(total) != stored and not (lost or nowhere or unnamed):
         title = f"the index says {int(total)} bytes of tensors, the shards hold {stored}"
-        detail = "Some exporters count tied or packed weights differently; engines do not read this figure."
+        detail = (
+            "Some exporters count tied or packed weights differently; engines do not read this"
+            " figure."
+        )
         yield noted("index_mismatch", title, detail=detail, total_size=int(total), stored=stored)
 
 
-# -----------------------------------------------------------------------------
-# Names and shapes from transformers' own meta-device model, for families that assay has no layout of.
+# Names and shapes from transformers' own meta-device model, for families that assay has no layout
+# of.
 #
-# Needs the `hf` extra. The model is built without memory for its weights and without running code of the checkpoint.
+# Needs the `hf` extra. The model is built without memory for its weights and without running code
+# of the checkpoint.
 
 _COUNTS = re.compile(r"layers|experts|depth|blocks|stages")
 MAX_COUNT, MAX_MODULES = 1024, 40_000
-"""Largest number of layers or experts of a config that is built, and of both multiplied: each costs time."""
+"""Largest number of layers or experts of a config that is built, and of both multiplied: each costs
+time.
+"""
 
 
 def meta_expectation(checkpoint: Checkpoint) -> Expectation | None:
-    """What transformers would allocate for this config; None if it does not know the type or renames on load."""
+    """What transformers would allocate for this config; None if it does not know the type or
+    renames on load.
+    """
     config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
     kind = config.pop("model_type", None)
     if not kind or config.get("auto_map") or not _sane(config):
@@ -598,8 +725,8 @@ def meta_expectation(checkpoint: Checkpoint) -> Expectation | None:
     try:
         return _expect(checkpoint, kind, config)
     except Exception:
-        # Hundreds of model classes read this config, each with errors of its own. What cannot be built says nothing
-        # about the tensors.
+        # Hundreds of model classes read this config, each with errors of its own. What cannot be
+        # built says nothing about the tensors.
         return None
 
 
@@ -627,8 +754,14 @@ def _expect(checkpoint: Checkpoint, kind: str, config: dict[str, Any]) -> Expect
         pass
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
-    optional = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or []]
-    tied = set(getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or [])
+    optional = [
+        re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or []
+    ]
+    tied = set(
+        getattr(model, "all_tied_weights_keys", None)
+        or getattr(model, "_tied_weights_keys", None)
+        or []
+    )
     shapes = {
         name: tuple(value.shape)
         for name, value in model.state_dict().items()

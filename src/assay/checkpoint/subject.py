@@ -1,4 +1,6 @@
-"""The checkpoint as the rules see it: documents, headers and tensors, wherever the bytes are; and how one is opened."""
+"""The checkpoint as the rules see it: documents, headers and tensors, wherever the bytes are; and
+how one is opened.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class LocalFile:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a local checkpoint lies. `problems` holds (path, reason) of files that could not be reached."""
+    """Where a local checkpoint lies. `problems` holds (path, reason) of files that could not be
+    reached.
+    """
 
     kind: str
     root: Path
@@ -44,7 +48,9 @@ class Layout:
     problems: tuple[tuple[str, str], ...] = ()
     dangling: tuple[str, ...] = ()
     recorded: dict[str, str] = field(default_factory=dict)
-    """Digest that the Hub gave at download time, by path: a sha256 (64 digits) or a git blob id (40)."""
+    """Digest that the Hub gave at download time, by path: a sha256 (64 digits) or a git blob id
+    (40).
+    """
 
 
 _REMEDY = "give a folder, a .gguf file or hub:ORG/NAME"
@@ -90,7 +96,8 @@ def _folder(path: Path, revision: str | None) -> Layout:
 def _single_file(path: Path) -> Layout:
     if path.suffix not in WEIGHTS:
         raise unreadable(
-            f"{path.name} is not a weight file that assay reads", "give a folder, a .gguf or a .safetensors file"
+            f"{path.name} is not a weight file that assay reads",
+            "give a folder, a .gguf or a .safetensors file",
         )
     real = path.resolve()
     file = LocalFile(path.name, real, real.stat().st_size)
@@ -145,7 +152,11 @@ def _blob_digest(file: LocalFile) -> dict[str, str]:
 def _identity(snapshot: Path) -> tuple[str | None, str | None]:
     """(repository, commit) of a snapshot of the Hub cache, as its folders say."""
     folder = snapshot.parent.parent.name
-    repo = folder.removeprefix("models--").replace("--", "/", 1) if folder.startswith("models--") else None
+    repo = (
+        folder.removeprefix("models--").replace("--", "/", 1)
+        if folder.startswith("models--")
+        else None
+    )
     return repo, snapshot.name if _COMMIT.fullmatch(snapshot.name) else None
 
 
@@ -163,10 +174,14 @@ def _walk(root: Path) -> tuple[dict[str, LocalFile], list[tuple[str, str]], list
     for at, subfolders, names in os.walk(root, onerror=failed):
         folder = Path(at)
         if len(files) + len(names) > MAX_FILES:
-            problems.append((folder.relative_to(root).as_posix(), f"more than {MAX_FILES} files lie here"))
+            problems.append(
+                (folder.relative_to(root).as_posix(), f"more than {MAX_FILES} files lie here")
+            )
             break
         if subfolders and len(folder.relative_to(root).parts) >= MAX_DEPTH:
-            problems.append((folder.relative_to(root).as_posix(), f"folders nested deeper than {MAX_DEPTH}"))
+            problems.append(
+                (folder.relative_to(root).as_posix(), f"folders nested deeper than {MAX_DEPTH}")
+            )
             subfolders.clear()
         subfolders[:] = sorted(s for s in subfolders if not _skipped(folder / s, root))
         for name in names:
@@ -181,8 +196,13 @@ def _walk(root: Path) -> tuple[dict[str, LocalFile], list[tuple[str, str]], list
             except FileNotFoundError:
                 dangling.append(relative)
                 continue
-            except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links on Python 3.11 and 3.12
-                problems.append((relative, getattr(error, "strerror", None) or "a loop of symbolic links"))
+            except (
+                OSError,
+                RuntimeError,
+            ) as error:  # RuntimeError: a loop of links on Python 3.11 and 3.12
+                problems.append(
+                    (relative, getattr(error, "strerror", None) or "a loop of symbolic links")
+                )
                 continue
             if real.is_file():
                 files[relative] = LocalFile(relative, real, status.st_size)
@@ -205,7 +225,9 @@ def _skipped(folder: Path, root: Path) -> bool:
 
 
 def _download_records(root: Path) -> tuple[dict[str, str], str | None]:
-    """What `hf download --local-dir` noted beside the files: digests by path, and the commit if it is one."""
+    """What `hf download --local-dir` noted beside the files: digests by path, and the commit if it
+    is one.
+    """
     folder = root / ".cache" / "huggingface" / "download"
     recorded: dict[str, str] = {}
     commits: set[str] = set()
@@ -218,8 +240,6 @@ def _download_records(root: Path) -> tuple[dict[str, str], str | None]:
             commits.add(lines[0])
     return recorded, commits.pop() if len(commits) == 1 else None
 
-
-# -----------------------------------------------------------------------------
 
 MAX_DOCUMENT_BYTES = 128 << 20
 MAX_OBJECTS = 4_000_000
@@ -237,8 +257,9 @@ class BrokenDocument:
 class Checkpoint:
     """One checkpoint.
 
-    `files` gives the size of every file by its relative path; `read` returns the bytes of a small one; `headers` are
-    those of the safetensors files that belong to the model (an index decides, where there is one).
+    `files` gives the size of every file by its relative path; `read` returns the bytes of a small
+    one; `headers` are those of the safetensors files that belong to the model (an index decides,
+    where there is one).
     """
 
     kind: str
@@ -305,7 +326,9 @@ class Checkpoint:
 
     @cached_property
     def text_config(self) -> Document:
-        """The configuration of the language model, where the config nests one; else the config itself."""
+        """The configuration of the language model, where the config nests one; else the config
+        itself.
+        """
         return next((nested for key in NESTED if (nested := self.config.get(key))), self.config)
 
     @cached_property
@@ -335,9 +358,15 @@ class Checkpoint:
 
     @cached_property
     def prefix(self) -> str:
-        """What stands before `layers.0.…` of the language model, e.g. `model.` or `model.language_model.`."""
+        """What stands before `layers.0.…` of the language model, e.g. `model.` or
+        `model.language_model.`.
+        """
         for name in self.modules:
-            if name.endswith("embed_tokens") and ".layers." not in name and not name.startswith("mtp"):
+            if (
+                name.endswith("embed_tokens")
+                and ".layers." not in name
+                and not name.startswith("mtp")
+            ):
                 return name.removesuffix("embed_tokens")
         for name in self.modules:
             head, marker, _ = name.partition("layers.0.")
@@ -351,7 +380,6 @@ class Checkpoint:
         return value if type(value) is int else None
 
 
-# -----------------------------------------------------------------------------
 # Open a checkpoint, local or on the Hub: find its files, read its headers, leave its bodies alone.
 
 HUB = "hub:"
@@ -407,7 +435,8 @@ def _open_remote(repo: str, revision: str | None) -> Opened:
 
 
 def _weight_files(bare: Checkpoint) -> list[str]:
-    """The safetensors files that may belong to the model: those at the root, and those the index names.
+    """The safetensors files that may belong to the model: those at the root, and those the index
+    names.
 
     Mistral's `consolidated` copy and adapters lie beside a model without being part of it.
     """

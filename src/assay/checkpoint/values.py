@@ -1,4 +1,6 @@
-"""Stream every tensor of the local files once and gather its statistics, several files' parts at a time."""
+"""Stream every tensor of the local files once and gather its statistics, several files' parts at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,17 @@ from assay.checkpoint import SHOWN, found, plural, some, warned
 from assay.checkpoint.safetensors import DTYPE_BITS, FLOATS, Tensor, layer_index, layer_role
 from assay.verdict import Finding
 
-# -----------------------------------------------------------------------------
-# Bit patterns of stored floats: enough to find NaN, Inf, zeros and the largest value by integer comparison.
+# Bit patterns of stored floats: enough to find NaN, Inf, zeros and the largest value by integer
+# comparison.
 
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """`magnitude` masks the sign off; patterns above `finite` are Inf or NaN, `infinity` is Inf itself (0: none).
+    """`magnitude` masks the sign off; patterns above `finite` are Inf or NaN, `infinity` is Inf
+    itself (0: none).
 
-    Nonzero magnitudes below `normal` are denormal. Magnitudes order like the values, so integers can be compared.
+    Nonzero magnitudes below `normal` are denormal. Magnitudes order like the values, so integers
+    can be compared.
     """
 
     word: str
@@ -40,7 +44,9 @@ class FloatFormat:
 
 
 FLOAT_FORMATS: Mapping[str, FloatFormat] = {
-    "F64": FloatFormat("<u8", (1 << 63) - 1, 0x7FEF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000, 0x0010_0000_0000_0000),
+    "F64": FloatFormat(
+        "<u8", (1 << 63) - 1, 0x7FEF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000, 0x0010_0000_0000_0000
+    ),
     "F32": FloatFormat("<u4", 0x7FFF_FFFF, 0x7F7F_FFFF, 0x7F80_0000, 0x0080_0000),
     "BF16": FloatFormat("<u2", 0x7FFF, 0x7F7F, 0x7F80, 0x0080),
     "F16": FloatFormat("<u2", 0x7FFF, 0x7BFF, 0x7C00, 0x0400),
@@ -53,8 +59,8 @@ FLOAT_FORMATS: Mapping[str, FloatFormat] = {
 def largest_magnitude(words: np.ndarray[Any, Any], form: FloatFormat) -> int:
     """The largest pattern without its sign among unsigned words, which must not be none.
 
-    Read as unsigned, negative floats come last and order by magnitude; read as signed, the others do. Two maxima of
-    integers run several times as fast as any operation that writes a result.
+    Read as unsigned, negative floats come last and order by magnitude; read as signed, the others
+    do. Two maxima of integers run several times as fast as any operation that writes a result.
     """
     highest, top = int(words.max()), 1 << (8 * words.itemsize - 1)
     if form.magnitude >= top:  # a type without a sign
@@ -64,8 +70,15 @@ def largest_magnitude(words: np.ndarray[Any, Any], form: FloatFormat) -> int:
 
 
 INTEGER_WORDS: Mapping[str, str] = {
-    "I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8",
-}  # fmt: skip
+    "I8": "i1",
+    "U8": "u1",
+    "I16": "<i2",
+    "U16": "<u2",
+    "I32": "<i4",
+    "U32": "<u4",
+    "I64": "<i8",
+    "U64": "<u8",
+}
 
 
 def to_float(words: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
@@ -84,16 +97,19 @@ _VIEWS = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 
 
 def _small_float(words: np.ndarray[Any, Any], mantissa: int, bias: int) -> np.ndarray[Any, Any]:
-    """Eight-bit floats: value = ± (1 + m/2^mantissa) · 2^(e − bias), without the hidden one where e is zero."""
+    """Eight-bit floats: value = ± (1 + m/2^mantissa) · 2^(e − bias), without the hidden one where e
+    is zero.
+    """
     word = words.astype(np.int64)
     exponent, fraction = (word & 0x7F) >> mantissa, (word & ((1 << mantissa) - 1)) / (1 << mantissa)
-    value = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * np.exp2(exponent - bias))
+    value = np.where(
+        exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * np.exp2(exponent - bias)
+    )
     special = (word & 0x7F) == 0x7F if mantissa == 3 else exponent == 31
     result: np.ndarray[Any, Any] = np.where(special, np.nan, np.where(word & 0x80, -value, value))
     return result
 
 
-# -----------------------------------------------------------------------------
 # Runs of zeros long enough to be a part of the file that was never written.
 
 PAGE_BYTES = 4096
@@ -114,8 +130,8 @@ class Holes:
     def add(self, words: np.ndarray[Any, Any], start: int) -> None:
         """Look at the next chunk, whose first element has the index `start`.
 
-        A hole covers at least two neighbours among the words at every half page: only what lies between two zeros
-        there is looked at whole.
+        A hole covers at least two neighbours among the words at every half page: only what lies
+        between two zeros there is looked at whole.
         """
         before, self._open = self._open, _zeros_at(words[::-1])
         if self._open == words.size:
@@ -138,7 +154,9 @@ class Holes:
             self.longest = (start, length)
 
 
-def _whole_blocks(words: np.ndarray[Any, Any], candidates: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:
+def _whole_blocks(
+    words: np.ndarray[Any, Any], candidates: np.ndarray[Any, Any], step: int
+) -> np.ndarray[Any, Any]:
     """Those of the candidate blocks that hold nothing but zeros."""
     at = np.flatnonzero(candidates)
     flags = np.zeros_like(candidates)
@@ -169,7 +187,6 @@ def _longest(flags: np.ndarray[Any, Any]) -> tuple[int, int]:
     return int(edges[2 * at]), int(lengths[at])
 
 
-# -----------------------------------------------------------------------------
 # Statistics of one tensor, gathered chunk by chunk.
 
 SAMPLES = 16_384
@@ -180,7 +197,8 @@ SAMPLES = 16_384
 class Statistics:
     """What was seen of one tensor.
 
-    `nan`, `inf`, `absmax`, `constant`, `all_zero` and `hole` are exact; mean, rms and the shares come from the sample.
+    `nan`, `inf`, `absmax`, `constant`, `all_zero` and `hole` are exact; mean, rms and the shares
+    come from the sample.
     """
 
     name: str
@@ -283,8 +301,6 @@ class Statistics:
         return float((self.sample < 0).mean()) if self.sample.size else 0.0
 
 
-# -----------------------------------------------------------------------------
-
 _local = threading.local()
 CHUNK = 1 << 20
 """Bytes read at once: stays in the core's own cache while they are looked at several times."""
@@ -295,7 +311,9 @@ def scan(
     progress: Callable[[int], None] = lambda count: None,
     workers: int | None = None,
 ) -> tuple[list[Statistics], list[tuple[str, str]]]:
-    """Statistics of each (tensor, file), and (tensor, reason) for those that could not be read to their end."""
+    """Statistics of each (tensor, file), and (tensor, reason) for those that could not be read to
+    their end.
+    """
     ordered = sorted(jobs, key=lambda job: -job[0].nbytes)
 
     def one(job: tuple[Tensor, Path]) -> Statistics | tuple[str, str]:
@@ -307,7 +325,9 @@ def scan(
 
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
         done = list(pool.map(one, ordered))
-    return [d for d in done if isinstance(d, Statistics)], [d for d in done if not isinstance(d, Statistics)]
+    return [d for d in done if isinstance(d, Statistics)], [
+        d for d in done if not isinstance(d, Statistics)
+    ]
 
 
 def _buffer() -> memoryview:
@@ -318,7 +338,9 @@ def _buffer() -> memoryview:
     return chunk
 
 
-def scan_tensor(tensor: Tensor, path: Path, progress: Callable[[int], None] = lambda count: None) -> Statistics:
+def scan_tensor(
+    tensor: Tensor, path: Path, progress: Callable[[int], None] = lambda count: None
+) -> Statistics:
     """Statistics of one tensor. Raises OSError if the file ends before the tensor does."""
     statistics = Statistics(tensor.name, tensor.dtype, tensor.shape)
     width = max(DTYPE_BITS.get(tensor.dtype, 8) // 8, 1)
@@ -342,17 +364,29 @@ def scan_tensor(tensor: Tensor, path: Path, progress: Callable[[int], None] = la
     return statistics
 
 
-# -----------------------------------------------------------------------------
-# What the statistics say: values that are no numbers, constant, holed, denormal, or of another scale.
+# What the statistics say: values that are no numbers, constant, holed, denormal, or of another
+# scale.
 
 PEER_RATIO = 64.0
-"""A weight whose rms is this far from the median of its peers in other layers was scaled, not trained."""
+"""A weight whose rms is this far from the median of its peers in other layers was scaled, not
+trained.
+"""
 MODEL_RATIO = 256.0
 """The same against all matrices of the model, where a role has fewer than three layers."""
 OUTLIER, OUTLIER_RATIO = 1e3, 1e4
-"""A largest value above both was damaged: trained weights reach a few hundred times their rms, seldom more."""
+"""A largest value above both was damaged: trained weights reach a few hundred times their rms,
+seldom more.
+"""
 
-_ZERO_POINTS = ("qzeros", "g_idx", "weight_zero_point", "weight_shape", "zero", "weight_g_idx", "zeros")
+_ZERO_POINTS = (
+    "qzeros",
+    "g_idx",
+    "weight_zero_point",
+    "weight_shape",
+    "zero",
+    "weight_g_idx",
+    "zeros",
+)
 _SCALES = re.compile(r"(scale|scales|scale_inv|absmax|SCB|scale_2)$")
 _NORM = re.compile(r"(norm|layernorm|ln_\w+)\.(weight|bias)$")
 _EMBEDDING = re.compile(r"(embed\w*|lm_head|wte|shared_head\.head|token_embd|output)\.weight$")
@@ -369,8 +403,12 @@ def is_scale(name: str) -> bool:
     return bool(_SCALES.search(name))
 
 
-def judge_values(statistics: Sequence[Statistics], signed_scales: bool = False) -> Iterator[Finding]:
-    """Findings on values. `signed_scales` allows negative scales (AutoRound's symmetric scheme uses them)."""
+def judge_values(
+    statistics: Sequence[Statistics], signed_scales: bool = False
+) -> Iterator[Finding]:
+    """Findings on values. `signed_scales` allows negative scales (AutoRound's symmetric scheme uses
+    them).
+    """
     by_name = {s.name: s for s in statistics}
     yield from _nonfinite(statistics)
     yield from _constant(statistics)
@@ -390,9 +428,15 @@ def _nonfinite(statistics: Sequence[Statistics]) -> Iterator[Finding]:
         row = f", first in row {worst.first_bad // math.prod(worst.shape[1:])}"
     title = f"{plural(len(bad), 'tensor')} with values that are no numbers, worst {worst.name}: "
     title += f"{worst.nan} NaN, {worst.inf} Inf of {worst.elements}{row}"
-    causes = ["an overflow when converting to float16", "bytes damaged on disk", "a diverged training or calibration"]
+    causes = [
+        "an overflow when converting to float16",
+        "bytes damaged on disk",
+        "a diverged training or calibration",
+    ]
     evidence = {s.name: {"nan": s.nan, "inf": s.inf} for s in bad[:SHOWN]}
-    detail = "One such value turns whole logits into NaN, which engines print as token 0, often '!'."
+    detail = (
+        "One such value turns whole logits into NaN, which engines print as token 0, often '!'."
+    )
     yield found("nonfinite", title, detail=detail, causes=causes, tensors=evidence, count=len(bad))
 
 
@@ -402,12 +446,17 @@ def _constant(statistics: Sequence[Statistics]) -> Iterator[Finding]:
     other = [s.name for s in flat if not s.all_zero and not s.nan]
     if zero:
         title = f"{plural(len(zero), 'tensor')} all zero: {some(zero)}"
-        causes = ["the file has a hole where the bytes should be", "the weight was never filled before saving"]
+        causes = [
+            "the file has a hole where the bytes should be",
+            "the weight was never filled before saving",
+        ]
         yield found("tensor_constant", title, causes=causes, tensors=zero[:SHOWN], count=len(zero))
     if other:
         title = f"{plural(len(other), 'tensor')} with one value throughout: {some(other)}"
         causes = ["the weight was never filled before saving"]
-        yield found("tensor_constant", title, causes=causes, tensors=other[:SHOWN], count=len(other))
+        yield found(
+            "tensor_constant", title, causes=causes, tensors=other[:SHOWN], count=len(other)
+        )
 
 
 def _may_be_constant(s: Statistics) -> bool:
@@ -423,7 +472,13 @@ def _holes(statistics: Sequence[Statistics]) -> Iterator[Finding]:
     holed: dict[str, tuple[int, int]] = {}
     rows: dict[str, tuple[int, int]] = {}
     for s in statistics:
-        if s.hole is None or s.constant or len(s.shape) < 2 or s.name.endswith(_ZERO_POINTS) or is_scale(s.name):
+        if (
+            s.hole is None
+            or s.constant
+            or len(s.shape) < 2
+            or s.name.endswith(_ZERO_POINTS)
+            or is_scale(s.name)
+        ):
             continue
         start, length = s.hole
         width = math.prod(s.shape[1:])
@@ -434,14 +489,29 @@ def _holes(statistics: Sequence[Statistics]) -> Iterator[Finding]:
             rows[s.name] = s.hole
     if holed:
         name, (start, length) = next(iter(holed.items()))
-        title = f"{plural(len(holed), 'tensor')} with a hole of zeros, first {name}: {length} values from {start} on"
+        title = (
+            f"{plural(len(holed), 'tensor')} with a hole of zeros, first {name}: {length} values"
+            f" from {start} on"
+        )
         causes = ["a block of the file was never written (an interrupted download or copy)"]
         remedies = ["download the shard again"]
         evidence = {n: {"first": a, "length": b} for n, (a, b) in list(holed.items())[:SHOWN]}
-        yield found("tensor_constant", title, causes=causes, remedies=remedies, tensors=evidence, count=len(holed))
+        yield found(
+            "tensor_constant",
+            title,
+            causes=causes,
+            remedies=remedies,
+            tensors=evidence,
+            count=len(holed),
+        )
     if rows:
         title = f"rows of zeros in the middle of {some(rows)}"
-        yield warned("tensor_constant", title, causes=["unused tokens, or a hole that fits whole rows"], tensors=rows)
+        yield warned(
+            "tensor_constant",
+            title,
+            causes=["unused tokens, or a hole that fits whole rows"],
+            tensors=rows,
+        )
 
 
 def _denormal(statistics: Sequence[Statistics]) -> Iterator[Finding]:
@@ -459,10 +529,15 @@ def _denormal(statistics: Sequence[Statistics]) -> Iterator[Finding]:
 
 def _scaled(by_name: Mapping[str, Statistics]) -> Iterator[Finding]:
     matrices = {
-        n: s for n, s in by_name.items()
-        if s.dtype in FLOATS and len(s.shape) >= 2 and not s.constant and not is_scale(n) and not _STATE.search(n)
+        n: s
+        for n, s in by_name.items()
+        if s.dtype in FLOATS
+        and len(s.shape) >= 2
+        and not s.constant
+        and not is_scale(n)
+        and not _STATE.search(n)
         and s.rms > 0
-    }  # fmt: skip
+    }
     roles: dict[str, list[float]] = defaultdict(list)
     for name, s in matrices.items():
         roles[layer_role(name)].append(s.rms)
@@ -475,7 +550,9 @@ def _scaled(by_name: Mapping[str, Statistics]) -> Iterator[Finding]:
         if len(matrices) >= 3 and not 1 / limit < ratio < limit:
             strange[name] = f"its rms {s.rms:.3g} is {ratio:.3g} times that of its peers"
         elif s.absmax > OUTLIER and s.absmax > OUTLIER_RATIO * s.rms:
-            strange[name] = f"its largest value {s.absmax:.3g} is {s.absmax / s.rms:.3g} times its rms"
+            strange[name] = (
+                f"its largest value {s.absmax:.3g} is {s.absmax / s.rms:.3g} times its rms"
+            )
     for name, s in by_name.items():
         if is_norm(name) and s.absmax > 1e5:
             strange[name] = f"its largest value is {s.absmax:.3g}"
@@ -502,39 +579,78 @@ def _scales(statistics: Sequence[Statistics], signed: bool) -> Iterator[Finding]
         name, reason = next(iter(wrong.items()))
         title = f"{plural(len(wrong), 'scale tensor')} out of range, first {name}: {reason}"
         causes = ["scales were never filled or were damaged"]
-        yield found("tensor_scale", title, causes=causes, tensors=dict(list(wrong.items())[:SHOWN]), count=len(wrong))
+        yield found(
+            "tensor_scale",
+            title,
+            causes=causes,
+            tensors=dict(list(wrong.items())[:SHOWN]),
+            count=len(wrong),
+        )
 
 
 def _typical(s: Statistics) -> float:
     return float(np.median(np.abs(s.sample))) or s.rms
 
 
-# -----------------------------------------------------------------------------
 # Norm weights stored as `w` where the architecture computes `1 + w`, and the reverse.
 
-ONE_PLUS = frozenset({
-    "gemma", "gemma2", "gemma3", "gemma3_text", "paligemma", "vaultgemma", "qwen3_next", "qwen3_5", "qwen3_5_text",
-    "qwen3_5_moe", "qwen3_5_moe_text",
-})  # fmt: skip
-"""Architectures whose RMS norm multiplies by 1 + w; the gated norm of their linear attention does not."""
-PLAIN = frozenset({
-    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "mimo",
-    "smollm3", "olmo2", "phi3", "granite",
-})  # fmt: skip
+ONE_PLUS = frozenset(
+    {
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "paligemma",
+        "vaultgemma",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+    }
+)
+"""Architectures whose RMS norm multiplies by 1 + w; the gated norm of their linear attention does
+not.
+"""
+PLAIN = frozenset(
+    {
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "deepseek_v3",
+        "glm4_moe",
+        "mimo",
+        "smollm3",
+        "olmo2",
+        "phi3",
+        "granite",
+    }
+)
 
-# What a norm multiplies by is positive nearly everywhere, and below 1 in some channel. Measured shares of norms:
-# more than a fifth negative: SmolLM2 2 %, with 1 subtracted 98 %; under a twentieth negative: Gemma 3 41 %, with 1
-# added 98 %. Means tell nothing: SmolLM2's lie at 0.25, Gemma 3's between -0.4 and 323.
+# What a norm multiplies by is positive nearly everywhere, and below 1 in some channel. Measured
+# shares of norms: more than a fifth negative: SmolLM2 2 %, with 1 subtracted 98 %; under a
+# twentieth negative: Gemma 3 41 %, with 1 added 98 %. Means tell nothing: SmolLM2's lie at 0.25,
+# Gemma 3's between -0.4 and 323.
 NEGATIVE, POSITIVE, MOST = 0.2, 0.05, 0.8
 NEGATIVE_IN_HEAD = 0.01
-"""In place of NEGATIVE for an EAGLE-3 head: its norms start at 1 and stay near it, so that w - 1 is near 0, of either sign."""
+"""In place of NEGATIVE for an EAGLE-3 head: its norms start at 1 and stay near it, so that w - 1 is
+near 0, of either sign.
+"""
 
 
 def check_norms(statistics: Sequence[Statistics], model_type: str) -> Iterator[Finding]:
     """Backbone and draft head are judged apart: a head is often converted by another tool."""
     if model_type not in ONE_PLUS | PLAIN:
         return
-    norms = [s for s in statistics if is_norm(s.name) and s.name.endswith("weight") and "linear_attn" not in s.name]
+    norms = [
+        s
+        for s in statistics
+        if is_norm(s.name) and s.name.endswith("weight") and "linear_attn" not in s.name
+    ]
     norms = [s for s in norms if "visual" not in s.name and "vision" not in s.name]
     for part, group in (
         ("the model", [s for s in norms if "mtp" not in s.name]),
@@ -550,7 +666,10 @@ def _group(part: str, norms: Sequence[Statistics], model_type: str) -> Iterator[
         few = NEGATIVE_IN_HEAD if any("midlayer." in s.name for s in norms) else NEGATIVE
         odd = [s for s in norms if s.all_zero or s.negative_share > few]
         if len(odd) * 2 > len(norms):
-            title = f"norm weights of {part} are stored as w - 1, but {model_type} multiplies by w as it is"
+            title = (
+                f"norm weights of {part} are stored as w - 1, but {model_type} multiplies by w as"
+                " it is"
+            )
             yield _finding(title, odd, "they come from a format that stores w - 1; add 1 to them")
         return
     odd = [s for s in norms if not s.all_zero and s.negative_share < POSITIVE]
@@ -558,21 +677,30 @@ def _group(part: str, norms: Sequence[Statistics], model_type: str) -> Iterator[
         title = f"norm weights of {part} are stored as 1 + w, but {model_type} adds the 1 itself"
         reason = "a converter added the 1 already; subtract it"
         if all(s.constant for s in odd):
-            yield warned("norm_convention", title + " (all of them constant)", causes=[reason], count=len(odd))
+            yield warned(
+                "norm_convention",
+                title + " (all of them constant)",
+                causes=[reason],
+                count=len(odd),
+            )
         else:
             yield _finding(title, odd, reason)
 
 
 def _finding(title: str, odd: Sequence[Statistics], cause: str) -> Finding:
-    detail = "The output is wrong everywhere, though every tensor is present and of the right shape."
+    detail = (
+        "The output is wrong everywhere, though every tensor is present and of the right shape."
+    )
     references = ["https://github.com/youssofal/MTPLX/issues/176"]
     means = {s.name: round(s.mean, 4) for s in odd[:SHOWN]}
     title = f"{title} ({plural(len(odd), 'tensor')})"
-    return found("norm_convention", title, detail=detail, causes=[cause], references=references, means=means)
+    return found(
+        "norm_convention", title, detail=detail, causes=[cause], references=references, means=means
+    )
 
 
-# -----------------------------------------------------------------------------
-# Tensors that are bytewise equal and should not be, and a stored head that differs from its tied embedding.
+# Tensors that are bytewise equal and should not be, and a stored head that differs from its tied
+# embedding.
 
 SameBytes = Callable[[str, str], bool]
 _SHARED = ("embed_tokens", "lm_head", "shared_head", "wte", "token_embd", "output.weight")
@@ -608,24 +736,36 @@ def check_duplicates(statistics: Sequence[Statistics], same: SameBytes) -> Itera
         title = f"{plural(len(single), 'tensor')} equal to another that it should differ from, "
         title += f"first {single[0][1]} and {single[0][0]}"
         causes = ["a conversion wrote one tensor under two names"]
-        yield found("tensor_duplicate", title, causes=causes, pairs=single[:SHOWN], count=len(single))
+        yield found(
+            "tensor_duplicate", title, causes=causes, pairs=single[:SHOWN], count=len(single)
+        )
     whole = [pair for pair in pairs if pair not in single]
     if whole:
         layers = sorted({(layer_index(a), layer_index(b)) for a, b in whole}, key=str)
-        title = f"{plural(len(layers), 'pair')} of whole layers are equal, first {layers[0][0]} and {layers[0][1]}"
+        title = (
+            f"{plural(len(layers), 'pair')} of whole layers are equal, first {layers[0][0]} and"
+            f" {layers[0][1]}"
+        )
         yield warned(
-            "tensor_duplicate", title, causes=["a model grown by repeating layers, or a copied layer"], layers=layers
+            "tensor_duplicate",
+            title,
+            causes=["a model grown by repeating layers, or a copied layer"],
+            layers=layers,
         )
 
 
 def _packed_side(name: str) -> bool:
-    return name.endswith(("qzeros", "g_idx", "weight_zero_point", "scales", "weight_scale", "weight_scale_inv"))
+    return name.endswith(
+        ("qzeros", "g_idx", "weight_zero_point", "scales", "weight_scale", "weight_scale_inv")
+    )
 
 
 def check_tied(
     names: Mapping[str, Statistics], embedding: str, head: str, tied: bool, same: SameBytes
 ) -> Iterator[Finding]:
-    """A head that is stored although it is tied must equal the embedding: engines drop one of the two."""
+    """A head that is stored although it is tied must equal the embedding: engines drop one of the
+    two.
+    """
     if not tied or embedding not in names or head not in names:
         return
     one, two = names[embedding], names[head]
@@ -636,4 +776,9 @@ def check_tied(
     ):
         title = f"tie_word_embeddings is true, but {head} is stored and differs from {embedding}"
         detail = "Engines that tie drop the stored head; others use it: they answer differently."
-        yield found("config_conflict", title, detail=detail, causes=["the flag was lost or set when fine-tuning"])
+        yield found(
+            "config_conflict",
+            title,
+            detail=detail,
+            causes=["the flag was lost or set when fine-tuning"],
+        )

@@ -1,4 +1,6 @@
-"""`assay verify`: from files to findings, stage by stage. What is quick comes first, so that an interrupt loses little."""
+"""`assay verify`: from files to findings, stage by stage. What is quick comes first, so that an
+interrupt loses little.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,27 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from assay.checkpoint import SHOWN, digests, found, noted, plural, serve_args, serve_flags, some, warned
+from assay.checkpoint import (
+    SHOWN,
+    digests,
+    found,
+    noted,
+    plural,
+    serve_args,
+    serve_flags,
+    some,
+    warned,
+)
 from assay.checkpoint.digests import PICKLES, WEIGHTS, FileResult
 from assay.checkpoint.draft import check_draft, is_draft
-from assay.checkpoint.files import Outcome, Show, VerifyOptions, examine_local, examine_remote, silent
+from assay.checkpoint.files import (
+    Outcome,
+    Show,
+    VerifyOptions,
+    examine_local,
+    examine_remote,
+    silent,
+)
 from assay.checkpoint.gguf import check_gguf, check_splits, examine_gguf, read_gguf
 from assay.checkpoint.mtp import check_mtp, examine_checkpoint, head_prefixes
 from assay.checkpoint.quantization import check_kv, check_orphans, check_quantization, kv_cache
@@ -37,7 +56,6 @@ from assay.errors import UsageError
 from assay.report.text import size_text
 from assay.verdict import Metric, Report, Severity, Table
 
-# -----------------------------------------------------------------------------
 # What kind of checkpoint lies here, and which of its files nobody opens.
 
 
@@ -73,12 +91,14 @@ def _pickles(outcome: Outcome) -> None:
     if not names:
         return
     title = f"{plural(len(names), 'file')} not examined: {some(names)}"
-    detail = "Opening a pickle can run code, so assay only hashes such files; convert them to safetensors."
+    detail = (
+        "Opening a pickle can run code, so assay only hashes such files; convert them to"
+        " safetensors."
+    )
     write = noted if any(n.endswith(WEIGHTS) for n in files) else warned
     outcome.findings.append(write("not_examined", title, detail=detail, paths=names[:20]))
 
 
-# -----------------------------------------------------------------------------
 # The flags that the checkpoint is to be served with, and those that would fit it.
 
 
@@ -112,12 +132,17 @@ def advise_on(outcome: Outcome) -> None:
     source = outcome.source
     model = source.removeprefix("hub:") if source.startswith("hub:") else outcome.repo or "MODEL"
     outcome.advice = advise(
-        outcome.opened.checkpoint, model, outcome.declared, outcome.cache, outcome.head, outcome.options.version
+        outcome.opened.checkpoint,
+        model,
+        outcome.declared,
+        outcome.cache,
+        outcome.head,
+        outcome.options.version,
     )
 
 
-# -----------------------------------------------------------------------------
-# The GGUF files of a checkpoint: header, tensor table, and the draft head where there is no other model.
+# The GGUF files of a checkpoint: header, tensor table, and the draft head where there is no other
+# model.
 
 
 def examine_gguf_files(outcome: Outcome) -> None:
@@ -128,7 +153,9 @@ def examine_gguf_files(outcome: Outcome) -> None:
         if names:
             title = f"{plural(len(names), 'GGUF file')} not examined: {some(names)}"
             detail = "On the Hub only the headers of safetensors files are read."
-            outcome.findings.append(warned("not_examined", title, detail=detail, paths=names[:SHOWN]))
+            outcome.findings.append(
+                warned("not_examined", title, detail=detail, paths=names[:SHOWN])
+            )
         return
     for name in names:
         _one(outcome, name, layout.files[name].real)
@@ -160,8 +187,8 @@ def _one(outcome: Outcome, name: str, path: Path) -> None:
         outcome.add(check_mtp(head, True, outcome.options.version))
 
 
-# -----------------------------------------------------------------------------
-# Headers, index, documents, expected tensors, quantisation and draft head: all that headers and small files tell.
+# Headers, index, documents, expected tensors, quantisation and draft head: all that headers and
+# small files tell.
 
 
 def examine_tensors(outcome: Outcome) -> None:
@@ -200,7 +227,9 @@ def _stored(outcome: Outcome, checkpoint: Checkpoint) -> None:
 
 
 def _promised(checkpoint: Checkpoint) -> Expectation | None:
-    """From the config where assay knows the layout by heart (no torch to import), else from transformers."""
+    """From the config where assay knows the layout by heart (no torch to import), else from
+    transformers.
+    """
     if checkpoint.model_type in FAMILIES:
         return expectation(checkpoint)
     if checkpoint.config.get("architectures") and find_spec("torch") and find_spec("transformers"):
@@ -208,7 +237,6 @@ def _promised(checkpoint: Checkpoint) -> Expectation | None:
     return None
 
 
-# -----------------------------------------------------------------------------
 # `--values`: every stored value, read once.
 
 SIGNED_SCALES = frozenset({"auto-round", "gptq", "awq", "torchao", "hqq"})
@@ -228,11 +256,19 @@ def examine_values(outcome: Outcome, show: Show) -> None:
 
 def _scan(outcome: Outcome, layout: Layout, show: Show) -> None:
     from assay.checkpoint.gguf import check_block_scales, gguf_jobs
-    from assay.checkpoint.values import check_duplicates, check_norms, check_tied, judge_values, scan
+    from assay.checkpoint.values import (
+        check_duplicates,
+        check_norms,
+        check_tied,
+        judge_values,
+        scan,
+    )
 
     checkpoint = outcome.opened.checkpoint
     where = {name: layout.files[t.file].real for name, t in checkpoint.tensors.items()}
-    jobs = [(t, where[n]) for n, t in checkpoint.tensors.items() if t.end <= layout.files[t.file].size]
+    jobs = [
+        (t, where[n]) for n, t in checkpoint.tensors.items() if t.end <= layout.files[t.file].size
+    ]
     for gguf in outcome.ggufs:
         if not checkpoint.tensors:
             jobs.extend((t, layout.files[gguf.file].real) for t in gguf_jobs(gguf))
@@ -270,14 +306,11 @@ def _bytes(path: Path, tensor: Tensor) -> bytes:
         return view[tensor.start : tensor.end]
 
 
-# -----------------------------------------------------------------------------
-
-
 def verify(source: str, options: VerifyOptions, show: Show = silent) -> Report:
     """The report on the checkpoint at a path or `hub:ORG/NAME`.
 
-    Raises AssayError if there is nothing to examine or an option makes no sense. An interrupt ends the stage that
-    runs; the report then says so and holds what was found before.
+    Raises AssayError if there is nothing to examine or an option makes no sense. An interrupt ends
+    the stage that runs; the report then says so and holds what was found before.
     """
     if options.write_manifest:
         digests.require_writable(options.write_manifest)
@@ -309,7 +342,9 @@ def verify(source: str, options: VerifyOptions, show: Show = silent) -> Report:
 
 
 def _check_options(outcome: Outcome) -> None:
-    """UsageError for an option that this checkpoint gives no meaning to: it would be passed over in silence."""
+    """UsageError for an option that this checkpoint gives no meaning to: it would be passed over in
+    silence.
+    """
     options, opened = outcome.options, outcome.opened
     if options.target and not is_draft(opened.checkpoint):
         raise UsageError(
@@ -326,8 +361,8 @@ def _check_options(outcome: Outcome) -> None:
         )
 
 
-# -----------------------------------------------------------------------------
-# The outcome of `assay verify` as a report: results for machines, a few figures and tables for people.
+# The outcome of `assay verify` as a report: results for machines, a few figures and tables for
+# people.
 
 _ORDER = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
 SHOWN_FILES = 40
@@ -349,45 +384,67 @@ def _report(outcome: Outcome) -> Report:
 
 def _subject(outcome: Outcome) -> dict[str, Any]:
     return {
-        "checkpoint": outcome.source, "layout": outcome.opened.checkpoint.kind, "repo": outcome.repo,
+        "checkpoint": outcome.source,
+        "layout": outcome.opened.checkpoint.kind,
+        "repo": outcome.repo,
         "revision": outcome.revision,
-    }  # fmt: skip
+    }
 
 
 def _results(outcome: Outcome) -> dict[str, Any]:
     config, declared = outcome.opened.checkpoint.text_config, outcome.declared
     return {
         "files": [
-            {"path": f.path, "size": f.size, "sha256": f.sha256, "status": f.status, "against": f.against}
+            {
+                "path": f.path,
+                "size": f.size,
+                "sha256": f.sha256,
+                "status": f.status,
+                "against": f.against,
+            }
             for f in outcome.files
         ],
         "statuses": dict(Counter(f.status for f in outcome.files)),
         "tensors": outcome.tensors,
         "expected_from": outcome.expected_from,
         "model_type": config.get("model_type"),
-        "quantization": None
-        if declared is None
-        else {
-            "method": declared.method, "bits": declared.bits, "group_size": declared.group_size,
-            "algorithm": declared.algorithm, "source": declared.source,
+        "quantization": (
+            None
+            if declared is None
+            else {
+                "method": declared.method,
+                "bits": declared.bits,
+                "group_size": declared.group_size,
+                "algorithm": declared.algorithm,
+                "source": declared.source,
+            }
+        ),
+        "kv_cache": {
+            "declared": outcome.cache.declared,
+            "layers_with_scales": len(outcome.cache.layers),
         },
-        "kv_cache": {"declared": outcome.cache.declared, "layers_with_scales": len(outcome.cache.layers)},
         "mtp": outcome.head.to_json(),
         "advice": outcome.advice,
         "engine_version": str(outcome.options.version or TABLED),
         "bytes": {
-            "total": sum(f.size or 0 for f in outcome.files if f.status != "missing"), "hashed": outcome.hashed_bytes,
-            "from_cache": outcome.cached_bytes, "scanned": outcome.scanned_bytes,
+            "total": sum(f.size or 0 for f in outcome.files if f.status != "missing"),
+            "hashed": outcome.hashed_bytes,
+            "from_cache": outcome.cached_bytes,
+            "scanned": outcome.scanned_bytes,
         },
         "seconds": outcome.seconds,
-    }  # fmt: skip
+    }
 
 
 def _headline(outcome: Outcome) -> list[Metric]:
     counts = Counter(f.status for f in outcome.files)
     here = sum(counts.values()) - counts["missing"]
     metrics = [
-        Metric("files verified", f"{counts['verified']} of {here}", counts["mismatch"] + counts["missing"] == 0),
+        Metric(
+            "files verified",
+            f"{counts['verified']} of {here}",
+            counts["mismatch"] + counts["missing"] == 0,
+        ),
         Metric(
             "tensors",
             str(outcome.tensors),
@@ -415,12 +472,20 @@ def _files_table(files: list[FileResult]) -> Table:
     worst_first = {"mismatch": 0, "missing": 1, "extra": 2, "unverified": 3, "verified": 4}
     ordered = sorted(files, key=lambda f: (worst_first[f.status], f.path))
     rows = [
-        (f.path, "" if f.size is None else size_text(f.size), f.status, (f.sha256 or "")[:16], f.against or "")
+        (
+            f.path,
+            "" if f.size is None else size_text(f.size),
+            f.status,
+            (f.sha256 or "")[:16],
+            f.against or "",
+        )
         for f in ordered[:SHOWN_FILES]
     ]
     rest = len(ordered) - len(rows)
     note = f"{plural(rest, 'more file')} in the JSON report" if rest else ""
-    return Table("Files", ("file", "size", "status", "sha256", "held against"), rows, frozenset({1}), note)
+    return Table(
+        "Files", ("file", "size", "status", "sha256", "held against"), rows, frozenset({1}), note
+    )
 
 
 def _model_table(outcome: Outcome) -> Table:
@@ -430,6 +495,9 @@ def _model_table(outcome: Outcome) -> Table:
     mtp = outcome.mtp
     if mtp is not None and (mtp.announced or mtp.present):
         owed = f" of {mtp.expected}" if mtp.expected else ""
-        text = f"{plural(mtp.announced, 'layer')} announced, {mtp.present}{owed} tensors, {mtp.quantized or 'plain'}"
+        text = (
+            f"{plural(mtp.announced, 'layer')} announced, {mtp.present}{owed} tensors,"
+            f" {mtp.quantized or 'plain'}"
+        )
         rows.append((f"draft head ({mtp.family})", text))
     return Table(f"Serving (vLLM {outcome.options.version or TABLED})", ("what", "how"), rows)

@@ -1,1 +1,3 @@
-"""The command line: the verbs, a function each, over options that the verbs' dataclasses declare once."""
+"""The command line: the verbs, a function each, over options that the verbs' dataclasses declare
+once.
+"""

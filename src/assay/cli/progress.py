@@ -1,4 +1,6 @@
-"""Progress of long work, on standard error: a bar on a terminal, a few plain lines elsewhere, nothing if quiet; a table of a doctor's starts."""
+"""Progress of long work, on standard error: a bar on a terminal, a few plain lines elsewhere,
+nothing if quiet; a table of a doctor's starts.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,15 @@ class Progress(Protocol):
 
 @contextlib.contextmanager
 def progress(
-    total: float | None, description: str, *, quiet: bool = False, sizes: bool = False, file: TextIO | None = None
+    total: float | None,
+    description: str,
+    *,
+    quiet: bool = False,
+    sizes: bool = False,
+    file: TextIO | None = None,
 ) -> Iterator[Progress]:
-    """Show how far work of `total` steps (None: unknown) has come, until the block ends, however it ends.
+    """Show how far work of `total` steps (None: unknown) has come, until the block ends, however it
+    ends.
 
     With `sizes` the steps are bytes, shown with a unit and a speed.
     """
@@ -63,7 +71,9 @@ def progress(
 
 @dataclass
 class Speed:
-    """The speed of work, learnt from its steps; what was kept by an earlier run comes in a moment and tells nothing of it."""
+    """The speed of work, learnt from its steps; what was kept by an earlier run comes in a moment
+    and tells nothing of it.
+    """
 
     since: float
     kept: float = 0.0
@@ -95,10 +105,16 @@ class _Silent:
 
 
 class _Plain:
-    """Lines for logs: the start, at most one every `PLAIN_SECONDS` and tenth of the work, and the end."""
+    """Lines for logs: the start, at most one every `PLAIN_SECONDS` and tenth of the work, and the
+    end.
+    """
 
     def __init__(
-        self, total: float | None, description: str, stream: TextIO, written: Callable[[float], str] = "{:g}".format
+        self,
+        total: float | None,
+        description: str,
+        stream: TextIO,
+        written: Callable[[float], str] = "{:g}".format,
     ) -> None:
         self._written = written
         self._total, self._description, self._stream = total, description, stream
@@ -135,7 +151,9 @@ class _Plain:
     def finish(self) -> None:
         """Say how far it came, and how long that took."""
         with self._lock:
-            self._say(f"{self._description}: {self._count()} in {time.monotonic() - self._begun:.0f} s")
+            self._say(
+                f"{self._description}: {self._count()} in {time.monotonic() - self._begun:.0f} s"
+            )
 
     def _count(self) -> str:
         done = self._written(self._done)
@@ -156,7 +174,9 @@ class _Plain:
 
 
 @contextlib.contextmanager
-def _bar(total: float | None, description: str, stream: TextIO, sizes: bool = False) -> Iterator[Progress]:
+def _bar(
+    total: float | None, description: str, stream: TextIO, sizes: bool = False
+) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -175,7 +195,11 @@ def _bar(total: float | None, description: str, stream: TextIO, sizes: bool = Fa
     from assay.report.text import one_line
 
     console = Console(
-        file=stream, markup=False, emoji=False, highlight=False, no_color=bool(os.environ.get("NO_COLOR"))
+        file=stream,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        no_color=bool(os.environ.get("NO_COLOR")),
     )
     speed = Speed(time.monotonic())
 
@@ -187,8 +211,18 @@ def _bar(total: float | None, description: str, stream: TextIO, sizes: bool = Fa
 
     counts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeElapsedColumn(), Left())
     if sizes:
-        counts = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeElapsedColumn(), Left())
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), *counts)
+        counts = (
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeElapsedColumn(),
+            Left(),
+        )
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *counts,
+    )
 
     class Bar:
         def advance(self, steps: float = 1, /) -> None:
@@ -198,7 +232,11 @@ def _bar(total: float | None, description: str, stream: TextIO, sizes: bool = Fa
 
         def update(self, *, description: str | None = None, total: float | None = None) -> None:
             """Change the name or the length of the bar."""
-            shown.update(task, description=None if description is None else one_line(description), total=total)
+            shown.update(
+                task,
+                description=None if description is None else one_line(description),
+                total=total,
+            )
 
         def note(self, text: str, /) -> None:
             """Print `text` above the bar."""
@@ -226,7 +264,9 @@ def show(what: str, steps: int) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def show_bytes(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar in bytes, nothing for work that is done in a moment; the function it yields counts bytes."""
+    """A bar in bytes, nothing for work that is done in a moment; the function it yields counts
+    bytes.
+    """
     with progress(total, what, quiet=total < _WORTH_SHOWING, sizes=True) as shown:
         yield shown.advance
 
@@ -244,12 +284,18 @@ def say(line: str) -> None:
 
 @contextlib.contextmanager
 def live_table(doctor: Doctor) -> Iterator[None]:
-    """The starts so far, what is done now, and the time left, on standard error until the block ends."""
+    """The starts so far, what is done now, and the time left, on standard error until the block
+    ends.
+    """
     from rich.console import Console
     from rich.live import Live
 
     console = Console(
-        file=sys.stderr, markup=False, emoji=False, highlight=False, no_color=bool(os.environ.get("NO_COLOR"))
+        file=sys.stderr,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        no_color=bool(os.environ.get("NO_COLOR")),
     )
     with Live(
         get_renderable=lambda: starts_table(doctor, console.height),
@@ -280,9 +326,13 @@ def starts_table(doctor: Doctor, height: int) -> RenderableType:
     starts = doctor.found.starts
     for start in starts[-max(3, height - 5) :]:
         state = start.seen.state.replace("_", " ")
-        says = "; ".join(start.seen.bad.values()) or ("as the baseline" if start.configuration else "")
+        says = "; ".join(start.seen.bad.values()) or (
+            "as the baseline" if start.configuration else ""
+        )
         row = (doctor.label(start.configuration), str(start.index + 1), says)
-        table.add_row(*(one_line(word) for word in row), Text(state, colours.get(start.seen.state, "yellow")))
+        table.add_row(
+            *(one_line(word) for word in row), Text(state, colours.get(start.seen.state, "yellow"))
+        )
     left = max(0.0, doctor.left())
     now = f"{doctor.now or 'working'} ({len(starts)} starts so far, {span(left)} left)"
     return Group(table, Text(one_line(now), no_wrap=True, overflow="ellipsis"))

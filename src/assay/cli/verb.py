@@ -1,7 +1,9 @@
-"""What every verb shares: options made from its dataclass, the output options, the error handling, the exit code.
+"""What every verb shares: options made from its dataclass, the output options, the error handling,
+the exit code.
 
-A verb is a function that returns a `Report`. `@verb` adds the options that its dataclass declares (`assay.options`) and
-those of `Output`; the command is built when it is asked for, so that `assay --help` imports no verb.
+A verb is a function that returns a `Report`. `@verb` adds the options that its dataclass declares
+(`assay.options`) and those of `Output`; the command is built when it is asked for, so that `assay
+--help` imports no verb.
 """
 
 from __future__ import annotations
@@ -30,10 +32,24 @@ from assay.verdict import EXIT_BUG, Finding, Report, Severity, Verdict
 
 # The area of a finding that a verb raises about its own use.
 AREAS = {
-    "check": "server", "watch": "server", "demo": "server", "grade": "coherence", "verify": "checkpoint",
-    "spec": "speculation", "compare": "fidelity", "reference": "fidelity", "rerun": "fidelity", "kv": "kv", "gap": "gap",
-    "gate": "server", "card": "fidelity", "table": "fidelity", "doctor": "server", "bundle": "server", "heads": "speculation",
-}  # fmt: skip
+    "check": "server",
+    "watch": "server",
+    "demo": "server",
+    "grade": "coherence",
+    "verify": "checkpoint",
+    "spec": "speculation",
+    "compare": "fidelity",
+    "reference": "fidelity",
+    "rerun": "fidelity",
+    "kv": "kv",
+    "gap": "gap",
+    "gate": "server",
+    "card": "fidelity",
+    "table": "fidelity",
+    "doctor": "server",
+    "bundle": "server",
+    "heads": "speculation",
+}
 
 
 def area_of(verb: str) -> str:
@@ -50,10 +66,13 @@ STDOUT = "-"
 class Output(Options):
     """Where a report goes."""
 
-    verbose: bool = option(False, "Show every table, text, cause and piece of evidence.", panel=PANEL, short="-v")
+    verbose: bool = option(
+        False, "Show every table, text, cause and piece of evidence.", panel=PANEL, short="-v"
+    )
     json: str | None = option(
         None,
-        "Print one JSON object (schema assay/1) instead; with FILE, write it there beside what is printed.",
+        "Print one JSON object (schema assay/1) instead; with FILE, write it there beside what is"
+        " printed.",
         metavar="[FILE]",
         panel=PANEL,
     )
@@ -62,7 +81,10 @@ class Output(Options):
     markdown: Path | None = option(None, "Write Markdown.", panel=PANEL)
     prometheus: Path | None = option(None, "Write a Prometheus text file.", panel=PANEL)
     report: tuple[str, ...] = option(
-        (), "Write the report in a format by name, such as one of a plug-in.", metavar="NAME=FILE", panel=PANEL
+        (),
+        "Write the report in a format by name, such as one of a plug-in.",
+        metavar="NAME=FILE",
+        panel=PANEL,
     )
     debug: bool = option(False, "Show the traceback of a bug in assay.", panel=PANEL)
 
@@ -72,7 +94,9 @@ class Output(Options):
 
 @dataclass(frozen=True)
 class Verb:
-    """A command: `arguments` are the help texts of the function's own parameters, `options` is `module:dataclass`."""
+    """A command: `arguments` are the help texts of the function's own parameters, `options` is
+    `module:dataclass`.
+    """
 
     name: str
     function: Callable[..., Report]
@@ -97,7 +121,11 @@ class Verb:
 
         def command(context: typer.Context, **values: Any) -> None:
             given = {name: value for name, value in values.items() if _is_given(context, name)}
-            given |= {name: not given[name] for name in given if name in declared and declared[name].inverted}
+            given |= {
+                name: not given[name]
+                for name in given
+                if name in declared and declared[name].inverted
+            }
             output = Output.of({name: given.pop(name) for name in outputs if name in given})
             raise typer.Exit(run(self.name, output, lambda: self.function(**given)))
 
@@ -118,15 +146,24 @@ TYPER: Mapping[str, Any] = {
 _BRACES = re.compile(r"\{(.*?)\}(?:\.\.\.)?")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _METAVARS: Mapping[Any, str] = {
-    int: "N", float: "NUMBER", str: "TEXT", Path: "FILE", "fraction": "PERCENT", "numbers": "NUMBERS", "sizes": "NUMBERS",
+    int: "N",
+    float: "NUMBER",
+    str: "TEXT",
+    Path: "FILE",
+    "fraction": "PERCENT",
+    "numbers": "NUMBERS",
+    "sizes": "NUMBERS",
     "auto": "N|auto",
-}  # fmt: skip
+}
 
 
-def verb(name: str, options: str = "", /, **arguments: str) -> Callable[[Callable[..., Report]], Verb]:
+def verb(
+    name: str, options: str = "", /, **arguments: str
+) -> Callable[[Callable[..., Report]], Verb]:
     """Turn a function into the verb `name`, with the options of a dataclass (`module:class`).
 
-    `arguments` say what the function's own parameters are; it gets them and, by field, the options that were given.
+    `arguments` say what the function's own parameters are; it gets them and, by field, the options
+    that were given.
     """
 
     def decorate(function: Callable[..., Report]) -> Verb:
@@ -157,14 +194,23 @@ def _option(declared: Declared) -> inspect.Parameter:
         help=_with_bounds(declared),
         show_default=False,
         rich_help_panel=declared.panel or None,
-        metavar=None
-        if kind is bool
-        else declared.metavar or "|".join(choices) or _METAVARS[declared.form or declared.kind],
-        autocompletion=(lambda incomplete: [c for c in choices if c.startswith(incomplete)]) if choices else None,
+        metavar=(
+            None
+            if kind is bool
+            else declared.metavar or "|".join(choices) or _METAVARS[declared.form or declared.kind]
+        ),
+        autocompletion=(
+            (lambda incomplete: [c for c in choices if c.startswith(incomplete)])
+            if choices
+            else None
+        ),
     )
     empty = inspect.Parameter.empty
     return inspect.Parameter(
-        declared.name, _KEYWORD, annotation=Annotated[kind, about], default=empty if declared.required else default
+        declared.name,
+        _KEYWORD,
+        annotation=Annotated[kind, about],
+        default=empty if declared.required else default,
     )
 
 
@@ -187,7 +233,9 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose help shows its options in their panels, and arguments without their Python types."""
+    """A command whose help shows its options in their panels, and arguments without their Python
+    types.
+    """
 
     def collect_usage_pieces(self, context: Any) -> list[str]:
         """Arguments as they are written: `URL`, not `{URL}`."""
@@ -210,7 +258,9 @@ class _Command(typer.core.TyperCommand):
 
 
 class Group(typer.core.TyperGroup):
-    """A group whose commands are built when they are asked for; its help shows whole sentences in the order of `verbs`."""
+    """A group whose commands are built when they are asked for; its help shows whole sentences in
+    the order of `verbs`.
+    """
 
     verbs: Mapping[str, Verb | Any] = {}
 
@@ -226,10 +276,16 @@ class Group(typer.core.TyperGroup):
     def format_commands(self, context: Any, formatter: Any) -> None:
         """Write the name of each verb and what it does."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, _sentence(verb)) for name, verb in self.verbs.items()])
+            formatter.write_dl(list(self.sentences().items()))
+
+    def sentences(self) -> dict[str, str]:
+        """Each verb's name and what it does."""
+        shown = getattr(self.verbs, "shown", None)
+        return shown() if shown else {name: sentence_of(verb) for name, verb in self.verbs.items()}
 
 
-def _sentence(verb: Any) -> str:
+def sentence_of(verb: Any) -> str:
+    """What a verb or a group of verbs does, in one sentence."""
     return verb.sentence if isinstance(verb, Verb) else str(verb.help)
 
 
@@ -308,16 +364,22 @@ def _no_memory(error: Exception, area: str) -> AssayError:
 def _failed(plugin: Plugin, error: Exception, area: str) -> AssayError:
     """The error for a plug-in that raised what only a bug raises."""
     return AssayError(
-        f"the plug-in {plugin.name!r} ({plugin.group}) of {plugin.package} {plugin.version} failed: "
-        f"{type(error).__name__}: {_one_line(error)}",
+        f"the plug-in {plugin.name!r} ({plugin.group}) of {plugin.package} {plugin.version} failed:"
+        f" {type(error).__name__}: {_one_line(error)}",
         finding_id=f"{area}.plugin",
         remedy="tell its authors, or uninstall it",
     )
 
 
 def files_of(output: Output) -> list[tuple[str, Path]]:
-    """Formats and files that were asked for; UsageError where one cannot be written: not at the end of a long run."""
-    files = [(n, path) for n in ("html", "junit", "markdown", "prometheus") if (path := getattr(output, n))]
+    """Formats and files that were asked for; UsageError where one cannot be written: not at the end
+    of a long run.
+    """
+    files = [
+        (n, path)
+        for n in ("html", "junit", "markdown", "prometheus")
+        if (path := getattr(output, n))
+    ]
     if output.json not in (None, STDOUT):
         files.append(("json", Path(output.json)))
     for text in output.report:
@@ -325,7 +387,8 @@ def files_of(output: Output) -> list[tuple[str, Path]]:
         known = names("assay.reports")
         if not file or name not in known or get("assay.reports", name) is None:
             raise UsageError(
-                f"--report {text!r} names no format and file", remedy=f"NAME=FILE with one of {', '.join(known)}"
+                f"--report {text!r} names no format and file",
+                remedy=f"NAME=FILE with one of {', '.join(known)}",
             )
         files.append((name, Path(file)))
     for name, path in files:
@@ -341,7 +404,9 @@ def check_writable(option: str, path: Path) -> None:
         raise UsageError(f"--{option} {path}: its folder does not exist", remedy="make it first")
 
 
-def write(report: Report, output: Output, files: Sequence[tuple[str, Path]], stdout: TextIO) -> None:
+def write(
+    report: Report, output: Output, files: Sequence[tuple[str, Path]], stdout: TextIO
+) -> None:
     """Write `report` to `stdout` (JSON or for people) and to the files that were asked for."""
     for name, path in files:
         render = _json_text if name == "json" else get("assay.reports", name)
@@ -365,10 +430,15 @@ def error_report(name: str, error: AssayError) -> Report:
 
 
 def with_usage_of(name: str, report: Report) -> Report:
-    """`report` with every wrong use in the area of its verb: what reads a spec does not know which verb was asked."""
+    """`report` with every wrong use in the area of its verb: what reads a spec does not know which
+    verb was asked.
+    """
     usage = f"{area_of(name)}.usage"
     return replace(
-        report, findings=tuple(replace(f, id=usage) if f.id.endswith(".usage") else f for f in report.findings)
+        report,
+        findings=tuple(
+            replace(f, id=usage) if f.id.endswith(".usage") else f for f in report.findings
+        ),
     )
 
 
@@ -386,7 +456,9 @@ def usage_report(name: str, message: str) -> Report:
 def interrupted_report(name: str) -> Report:
     """The report of a run that was interrupted before there was anything to show."""
     finding = Finding(
-        id=f"{area_of(name)}.interrupted", severity=Severity.WARNING, title="interrupted before anything was measured"
+        id=f"{area_of(name)}.interrupted",
+        severity=Severity.WARNING,
+        title="interrupted before anything was measured",
     )
     return Report(command=name, verdict=Verdict.INCONCLUSIVE, findings=(finding,), interrupted=True)
 
@@ -397,7 +469,9 @@ def _one_line(message: object) -> str:
 
 @contextlib.contextmanager
 def _stdout_kept_clean(wanted: bool) -> Iterator[TextIO]:
-    """Yield the real stdout. With `--json` all else that would be printed there, even by a child, goes to stderr."""
+    """Yield the real stdout. With `--json` all else that would be printed there, even by a child,
+    goes to stderr.
+    """
     if not wanted:
         yield sys.stdout
         return

@@ -1,16 +1,17 @@
-"""The verbs, one function each: what it says of itself, and the library function that does the work.
+"""The verbs, one function each: what it says of itself, and the library function that does the
+work.
 
-Options come from the dataclass that is named beside it. Nothing is imported before a verb is asked for.
+Options come from the dataclass that is named beside it. Nothing is imported before a verb is asked
+for.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from assay.cli.verb import Verb, check_writable, verb
+from assay.cli.verb import verb
 from assay.errors import AssayError
 from assay.verdict import Report
 
@@ -18,7 +19,11 @@ BUNDLE_HELP = "Evidence of a doctor in one file: show it, or verify and judge it
 _ENGINE = "hf:MODEL, vllm:MODEL or gguf:FILE, with options after '?'."
 
 
-@verb("check", "assay.coherence.check:CheckOptions", url="Root of an OpenAI-compatible server, or its /v1.")
+@verb(
+    "check",
+    "assay.coherence.check:CheckOptions",
+    url="Root of an OpenAI-compatible server, or its /v1.",
+)
 def check(url: str, **given: Any) -> Report:
     """Probe a running server: is its text sane, and if so, how fast is it?
 
@@ -30,13 +35,18 @@ def check(url: str, **given: Any) -> Report:
     return run_check(url, CheckOptions.of(given), show)
 
 
-@verb("watch", "assay.monitor.watch:WatchOptions", url="Root of an OpenAI-compatible server, or its /v1.")
+@verb(
+    "watch",
+    "assay.monitor.watch:WatchOptions",
+    url="Root of an OpenAI-compatible server, or its /v1.",
+)
 def watch(url: str, **given: Any) -> Report:
     """Watch a running server: is it still the same model, and does it still write sane text?
 
-    A light canary asks a round of tiny probes every minute, takes at most 1 % of one stream, and raises at most one
-    false alarm of change a month. Serves Prometheus metrics and health pages. Ctrl-C ends it and prints a report.
-    Exit code 0 nothing changed, 1 an alarm was raised, 2 it never answered, 3 its baseline is not learnt yet.
+    A light canary asks a round of tiny probes every minute, takes at most 1 % of one stream, and
+    raises at most one false alarm of change a month. Serves Prometheus metrics and health pages.
+    Ctrl-C ends it and prints a report. Exit code 0 nothing changed, 1 an alarm was raised, 2 it
+    never answered, 3 its baseline is not learnt yet.
     """
     from assay.cli.progress import say
     from assay.monitor.watch import WatchOptions, run_watch
@@ -48,8 +58,8 @@ def watch(url: str, **given: Any) -> Report:
 def grade(files: list[str]) -> Report:
     """Label finished model outputs: ok, degenerate, empty, truncated_reasoning or not_examined.
 
-    A file holds raw text, or the body or stream of a server. Exit code 1 if any text is degenerate or
-    empty, 3 if the worst is truncated reasoning, 2 if a file cannot be read.
+    A file holds raw text, or the body or stream of a server. Exit code 1 if any text is degenerate
+    or empty, 3 if the worst is truncated reasoning, 2 if a file cannot be read.
     """
     from assay.coherence.grade_files import grade_files
 
@@ -62,11 +72,12 @@ def grade(files: list[str]) -> Report:
     checkpoint="Folder, Hub cache entry, .gguf or .safetensors file, or hub:ORG/NAME.",
 )
 def verify(checkpoint: str, **given: Any) -> Report:
-    """Verify a checkpoint: digests, tensors, quantisation, draft head, tokenizer, and the flags to serve it with.
+    """Verify a checkpoint: digests, tensors, quantisation, draft head, tokenizer, and the flags to
+    serve it with.
 
-    Hashes the files and reads their headers; --values reads every number as well. Opens no pickle. Digests are kept,
-    so a second run hashes only what changed. Exit code 0 pass, 1 fail, 2 could not be examined, 3 files with no
-    digest to compare with.
+    Hashes the files and reads their headers; --values reads every number as well. Opens no pickle.
+    Digests are kept, so a second run hashes only what changed. Exit code 0 pass, 1 fail, 2 could
+    not be examined, 3 files with no digest to compare with.
     """
     from assay.checkpoint.files import VerifyOptions
     from assay.checkpoint.verify import verify as verify_checkpoint
@@ -78,11 +89,14 @@ def verify(checkpoint: str, **given: Any) -> Report:
 @verb(
     "spec",
     "assay.speculation.spec:SpecOptions",
-    sources="SOURCE... :: Log files (plain, gzip, bz2, xz; rotated parts together), a /metrics text, JSON responses, a "
-    "URL, or `-`.",
+    sources=(
+        "SOURCE... :: Log files (plain, gzip, bz2, xz; rotated parts together), a /metrics text,"
+        " JSON responses, a URL, or `-`."
+    ),
 )
 def spec(sources: list[str], **given: Any) -> Report:
-    """Judge speculative decoding from what an engine leaves: healthy, degraded, broken, off, or too little to tell.
+    """Judge speculative decoding from what an engine leaves: healthy, degraded, broken, off, or too
+    little to tell.
 
     Exit code 0 healthy, 1 degraded or broken, 3 off or insufficient, 2 if a source cannot be read.
     """
@@ -94,11 +108,14 @@ def spec(sources: list[str], **given: Any) -> Report:
 @verb(
     "compare",
     "assay.fidelity.plan:Plan",
-    engines="REFERENCE CANDIDATE... | PLAN.toml :: hf:MODEL, vllm:MODEL, gguf:FILE, run:DIR or a URL, with options "
-    "after '?'.",
+    engines=(
+        "REFERENCE CANDIDATE... | PLAN.toml :: hf:MODEL, vllm:MODEL, gguf:FILE, run:DIR or a URL,"
+        " with options after '?'."
+    ),
 )
 def compare(engines: list[str], **given: Any) -> Report:
-    """Score a reference and candidates on the same tokens; judge Δppl and top-1 by their 95 % intervals.
+    """Score a reference and candidates on the same tokens; judge Δppl and top-1 by their 95 %
+    intervals.
 
     Exit code 0 ACCEPT, 1 MARGINAL or REJECT, 2 could not be compared, 3 inconclusive.
     """
@@ -117,7 +134,8 @@ def compare(engines: list[str], **given: Any) -> Report:
 
 @verb("reference", "assay.fidelity.plan:ReferenceOptions", engine=_ENGINE)
 def reference(engine: str, **given: Any) -> Report:
-    """Score a reference and store its final states and its output head, so that `run:DIR` needs no reference model.
+    """Score a reference and store its final states and its output head, so that `run:DIR` needs no
+    reference model.
 
     Goes on where an interrupted run stopped. Exit code 0 stored, 2 could not be stored.
     """
@@ -126,7 +144,9 @@ def reference(engine: str, **given: Any) -> Report:
     from assay.fidelity.reference import keep_reference
 
     options = ReferenceOptions.of({"engine": engine, **given})
-    return keep_reference(options.plan, options.out, dtype=options.dtype, form=options.format, progress=show)
+    return keep_reference(
+        options.plan, options.out, dtype=options.dtype, form=options.format, progress=show
+    )
 
 
 @verb(
@@ -135,7 +155,8 @@ def reference(engine: str, **given: Any) -> Report:
     source="DIR|FILE :: Stored reference to pack, or pack to check.",
 )
 def reference_pack(source: str, **given: Any) -> Report:
-    """Put a stored reference into one file that others can check and compare against, or check such a file.
+    """Put a stored reference into one file that others can check and compare against, or check such
+    a file.
 
     Exit code 0 packed, or whole and signed with the key; 2 it was altered, or the key is another.
     """
@@ -159,9 +180,11 @@ def rerun(result: Path, **given: Any) -> Report:
 
 @verb("gate", "assay.gates.gate:GateOptions")
 def gate(**given: Any) -> Report:
-    """Hold a deployment to its contract (assay.toml): run every section, judge its limits, say what changed.
+    """Hold a deployment to its contract (assay.toml): run every section, judge its limits, say what
+    changed.
 
-    Exit code 0 all of it holds, 1 a part fails, 2 a part could not be examined, 3 a part is undecided.
+    Exit code 0 all of it holds, 1 a part fails, 2 a part could not be examined, 3 a part is
+    undecided.
     """
     from assay.cli.progress import show
     from assay.gates.gate import GateOptions, run_gate
@@ -169,7 +192,11 @@ def gate(**given: Any) -> Report:
     return run_gate(GateOptions.of(given), show)
 
 
-@verb("card", "assay.gates.card:CardOptions", reports="REPORT... :: JSON that other verbs wrote with --json.")
+@verb(
+    "card",
+    "assay.gates.card:CardOptions",
+    reports="REPORT... :: JSON that other verbs wrote with --json.",
+)
 def card(reports: list[Path], **given: Any) -> Report:
     """Write a model-card section, results in the Hub's format and a badge from stored reports.
 
@@ -186,7 +213,8 @@ def card(reports: list[Path], **given: Any) -> Report:
     rows="ROWS... :: Parquet rows, results of compare --json, or folders of them.",
 )
 def table(rows: list[str], **given: Any) -> Report:
-    """Compare thousands of candidates in one table with intervals, from rows that may be larger than memory.
+    """Compare thousands of candidates in one table with intervals, from rows that may be larger
+    than memory.
 
     Exit code 0 compared, 2 a file holds no rows, or a window occurs twice.
     """
@@ -198,14 +226,18 @@ def table(rows: list[str], **given: Any) -> Report:
 @verb(
     "doctor",
     "assay.options:DoctorOptions",
-    command="-- COMMAND... :: The serve command, such as `vllm serve ./model --kv-cache-dtype fp8`.",
+    command=(
+        "-- COMMAND... :: The serve command, such as `vllm serve ./model --kv-cache-dtype fp8`."
+    ),
 )
 def doctor(command: list[str] | None = None, **given: Any) -> Report:
-    """Find the setting that breaks a serve command: launch it, bisect its settings, prove the guilty set.
+    """Find the setting that breaks a serve command: launch it, bisect its settings, prove the
+    guilty set.
 
-    Each configuration is launched as often as its noise demands. Servers are stopped at every exit, and a
-    run that was cut off goes on from there. Exit code 0 the command is as good as its baseline, 1 a guilty
-    set was found or the baseline itself fails, 2 nothing could be launched, 3 undecided.
+    Each configuration is launched as often as its noise demands. Servers are stopped at every exit,
+    and a run that was cut off goes on from there. Exit code 0 the command is as good as its
+    baseline, 1 a guilty set was found or the baseline itself fails, 2 nothing could be launched, 3
+    undecided.
     """
     from assay.cli.progress import live_table, show
     from assay.options import DoctorOptions
@@ -232,7 +264,9 @@ def bundle_show(bundle: Path) -> Report:
 
 @verb("bundle verify", bundle="FILE :: What `assay doctor --bundle` wrote.")
 def bundle_verify(bundle: Path) -> Report:
-    """Compare the files of a bundle with its manifest and judge its starts again. Exit code 0 both agree, 1 not."""
+    """Compare the files of a bundle with its manifest and judge its starts again. Exit code 0 both
+    agree, 1 not.
+    """
     from assay.serving.bundle import verify_bundle
 
     return verify_bundle(bundle)
@@ -242,7 +276,8 @@ def bundle_verify(bundle: Path) -> Report:
 def demo() -> Report:
     """Serve a small model on this machine with vLLM, check it, damage a copy of it, and check that.
 
-    The first run installs vLLM's CPU build into a private environment and builds the model (about 4 GB in the cache).
+    The first run installs vLLM's CPU build into a private environment and builds the model (about 4
+    GB in the cache).
     """
     from assay.cli.progress import show
     from assay.demo.run import run_demo
@@ -254,7 +289,9 @@ def demo() -> Report:
 
 
 def prepare_demo() -> int:
-    """Install and build what demo and tests need, so that neither waits for it later; returns the exit code."""
+    """Install and build what demo and tests need, so that neither waits for it later; returns the
+    exit code.
+    """
     from assay.cli.progress import show
     from assay.demo import vllm_python
     from assay.demo.models import build_smollm2
@@ -266,228 +303,3 @@ def prepare_demo() -> int:
         print(f"assay: {error.message}\n  {error.remedy}", file=sys.stderr)
         return error.verdict.exit_code
     return 0
-
-
-# -----------------------------------------------------------------------------
-# The laboratory: `assay kv …`, `assay gap` and `assay heads …`. The work is done in `assay.lab`.
-
-
-KV_HELP = "KV-cache codecs: evaluate, sweep, calibrate, diagnose, attribute, allocate, serve, encode, decode."
-HEADS_HELP = "Draft heads: train one for a target, measure it beside changed targets."
-_MODEL = "hf:MODEL or a folder, with options after '?'."
-_ANY_MODEL = "hf:MODEL (or a folder) or vllm:MODEL, with options after '?'."
-
-
-def _command(name: str, plan: str = "", /, **arguments: str) -> Callable[[Callable[..., Report]], Verb]:
-    return verb(f"kv {name}", f"assay.lab.options:{plan}" if plan else "", **arguments)
-
-
-@_command("list")
-def list_codecs() -> Report:
-    """Name the codecs and wrappers, with their parameters."""
-    from assay.lab.kv.spec import run_list
-
-    return run_list()
-
-
-@_command("eval", "EvalPlan", model=_ANY_MODEL)
-def evaluate(**given: Any) -> Report:
-    """Score a model with a codec in its KV cache against itself without; count the bytes of the streams.
-
-    Exit code 0 ACCEPT, 1 MARGINAL or REJECT, 2 could not be examined, 3 inconclusive.
-    """
-    from assay.cli.progress import show
-    from assay.lab.kv.evaluate import run_eval
-    from assay.lab.options import EvalPlan
-
-    return run_eval(EvalPlan.of(given), show)
-
-
-@_command("sweep", "SweepPlan", model=_MODEL)
-def sweep(**given: Any) -> Report:
-    """Measure many codecs on one reference: which are worth their bytes, and does the best one hold on fresh text?
-
-    Goes on where an interrupted run stopped. Exit code 0 one is accepted or MARGINAL, on fresh text too, 1 all are REJECT,
-    2 could not be examined, 3 inconclusive.
-    """
-    from assay.cli.progress import show
-    from assay.lab.kv.evaluate import run_sweep
-    from assay.lab.options import SweepPlan
-
-    plan = SweepPlan.of(given)
-    if plan.out:
-        check_writable("out", plan.out)
-    return run_sweep(plan, show)
-
-
-@_command("calibrate", "CalibrationPlan", model=_ANY_MODEL)
-def calibrate(**given: Any) -> Report:
-    """Learn from text what codecs need to know of a model's keys and values. Never evaluate on that text.
-
-    Exit code 0 written, 2 could not be written.
-    """
-    from assay.cli.progress import show
-    from assay.lab.kv.calibrate import run_calibrate
-    from assay.lab.options import CalibrationPlan
-
-    plan = CalibrationPlan.of(given)
-    check_writable("out", plan.out)
-    return run_calibrate(plan, show)
-
-
-@_command("diagnose", "DiagnosisPlan", model=_MODEL)
-def diagnose(**given: Any) -> Report:
-    """Say where a codec's error comes from: by layer, head and stage, and what attention makes of it.
-
-    Exit code 0 measured, whatever it says; 2 could not be examined.
-    """
-    from assay.cli.progress import show
-    from assay.lab.kv.diagnose import run_diagnose
-    from assay.lab.options import DiagnosisPlan
-
-    return run_diagnose(DiagnosisPlan.of(given), show)
-
-
-@_command("attribute", "AttributionPlan", model=_MODEL)
-def attribute(**given: Any) -> Report:
-    """Code every layer and stream alone, then all together: what hurts, and does it add up?
-
-    Goes on where an interrupted run stopped. Exit code 0 measured, 2 could not be examined, 3 the time was too short.
-    """
-    from assay.cli.progress import show
-    from assay.lab.kv.sensitivity import run_attribute
-    from assay.lab.options import AttributionPlan
-
-    return run_attribute(AttributionPlan.of(given), show)
-
-
-@_command("allocate", "AllocationPlan", model=_MODEL)
-def allocate(**given: Any) -> Report:
-    """Give every layer and stream its bits under a budget of bytes, from measured sensitivity; measure the choice again.
-
-    Goes on where an interrupted run stopped. Exit code 0 allocated, 2 could not be examined, 3 the time was too short.
-    """
-    from assay.cli.progress import show
-    from assay.lab.kv.sensitivity import run_allocate
-    from assay.lab.options import AllocationPlan
-
-    return run_allocate(AllocationPlan.of(given), show)
-
-
-@_command("noise", "NoisePlan", model=_MODEL)
-def noise(**given: Any) -> Report:
-    """Put noise of known size into the KV cache: how much error does the model bear, and where?
-
-    Goes on where an interrupted run stopped. Exit code 0 measured, 2 could not be examined.
-    """
-    from assay.cli.progress import show
-    from assay.lab.kv.sensitivity import run_noise
-    from assay.lab.options import NoisePlan
-
-    return run_noise(NoisePlan.of(given), show)
-
-
-@_command(
-    "serve", "ServePlan", model="Checkpoint that vLLM serves.", options="After `--`: options of vLLM's own server."
-)
-def serve(options: list[str] | None = None, **given: Any) -> Report:
-    """Serve a model with vLLM and a codec in its KV cache; refuses what would give wrong numbers.
-
-    The command is printed and run: `assay kv serve MODEL --codec SPEC -- --port 8001 --max-model-len 4096`.
-    With --tier stream the cache stays exact; full blocks are also kept in the codec and read back for a request with the same
-    prefix. Exit code 0 the server ran to its end, 2 it was refused or failed.
-    """
-    from assay.lab.kv.serve import run_serve
-    from assay.lab.options import ServePlan
-
-    plan = ServePlan.of({**given, "options": options or ()})
-    return run_serve(plan, lambda line: print(line, file=sys.stderr, flush=True))
-
-
-@_command("encode", "EncodePlan", source="KKTV file, or a safetensors file of [KV heads, tokens, head_dim].")
-def encode(**given: Any) -> Report:
-    """Encode a tensor of keys or values to its serialised stream, and say what was lost.
-
-    Exit code 0 written, 2 could not be written.
-    """
-    from assay.lab.kv.files import run_encode
-    from assay.lab.options import EncodePlan
-
-    return run_encode(EncodePlan.of(given))
-
-
-@_command("decode", "DecodePlan", source="Stream that `assay kv encode` wrote.")
-def decode(**given: Any) -> Report:
-    """Decode a stream with the codec that its header names.
-
-    Exit code 0 written, 2 could not be written.
-    """
-    from assay.lab.kv.files import run_decode
-    from assay.lab.options import DecodePlan
-
-    return run_decode(DecodePlan.of(given))
-
-
-KV_COMMANDS = (
-    list_codecs, evaluate, sweep, calibrate, diagnose, attribute, allocate, noise, serve, encode, decode,
-)  # fmt: skip
-
-
-@verb(
-    "gap",
-    "assay.lab.options:GapOptions",
-    reference="hf:MODEL or vllm:MODEL, with options after '?'.",
-    candidate="The other side: the same, or gguf:FILE.",
-)
-def gap(**given: Any) -> Report:
-    """Take the difference of two deployments apart into buckets that sum, with intervals, and measure what would help.
-
-    Exit code 0 explained and within the margin, 1 outside it or another set-up, 2 could not be examined, 3 inconclusive.
-    """
-    from assay.cli.progress import show
-    from assay.lab.gap.gap import run_gap
-    from assay.lab.gap.plan import GapPlan
-
-    return run_gap(GapPlan.of(given), show)
-
-
-@verb("heads train", "assay.lab.options:HeadTrainPlan", model="hf:MODEL or a folder, with options after '?'.")
-def heads_train(**given: Any) -> Report:
-    """Train a draft head on text that the target writes itself, and export it for vLLM.
-
-    Goes on where an interrupted run stopped. Exit code 0 trained, 2 could not be trained, 3 too little to measure.
-    """
-    from assay.cli.progress import show
-    from assay.lab.heads.train import run_train
-    from assay.lab.options import HeadTrainPlan
-
-    return run_train(HeadTrainPlan.of(given), show)
-
-
-@verb("heads try", "assay.lab.options:HeadTryPlan", model="The head's target: hf:MODEL or a folder.")
-def heads_try(**given: Any) -> Report:
-    """Measure one head beside changed targets and KV caches, and in the states in which loaders leave heads.
-
-    Goes on where an interrupted run stopped. Exit code 0 measured, 2 could not be measured.
-    """
-    from assay.cli.progress import show
-    from assay.lab.heads.experiment import run_try
-    from assay.lab.options import HeadTryPlan
-
-    return run_try(HeadTryPlan.of(given), show)
-
-
-@verb("heads pack", "assay.lab.options:HeadPackPlan", model="The head's target: hf:MODEL or a folder.")
-def heads_pack(**given: Any) -> Report:
-    """Put a head into one file with the digests of what it holds; it is trained first where the cache has none.
-
-    Exit code 0 packed, 2 could not be packed.
-    """
-    from assay.cli.progress import show
-    from assay.lab.heads.pack import run_pack
-    from assay.lab.options import HeadPackPlan
-
-    return run_pack(HeadPackPlan.of(given), show)
-
-
-HEADS_COMMANDS = (heads_train, heads_try, heads_pack)

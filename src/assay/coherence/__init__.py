@@ -1,7 +1,9 @@
-"""Is the text sane? `grade` labels a finished output, `StreamingGrader` watches one while it is written.
+"""Is the text sane? `grade` labels a finished output, `StreamingGrader` watches one while it is
+written.
 
-`grading` asks the `detectors` about a `text`; `grade_files` takes files of output apart with `reading` and `readers`. `check` asks a
-server: `probes`, `tools` and `identity` are what it is asked, `measure` asks, `record` keeps, `rules` and `diagnosis` judge.
+`grading` asks the `detectors` about a `text`; `grade_files` takes files of output apart with
+`reading` and `readers`. `check` asks a server: `probes`, `tools` and `identity` are what it is
+asked, `measure` asks, `record` keeps, `rules` and `diagnosis` judge.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""A probe is a short conversation with the model, and checks of its answer; here is how many of them are run at once.
+"""A probe is a short conversation with the model, and checks of its answer; here is how many of
+them are run at once.
 
-A probe is a small frozen dataclass whose fields are its parameters. Its `talk` is a generator: it yields the next
-step of the conversation and receives the reply. So the same probe runs against a server, one thread a conversation,
-and against an engine in this process, many conversations in one batch.
+A probe is a small frozen dataclass whose fields are its parameters. Its `talk` is a generator: it
+yields the next step of the conversation and receives the reply. So the same probe runs against a
+server, one thread a conversation, and against an engine in this process, many conversations in one
+batch.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class Probe(Protocol):
 
     @property
     def variants(self) -> Sequence[str]:
-        """Forms that are asked once each, greedily; empty for a probe that is sampled several times."""
+        """Forms that are asked once each, greedily; empty for a probe that is sampled several
+        times.
+        """
 
     def talk(self, context: Context, variant: str) -> Talk:
         """The conversation; every reply of it is graded."""
@@ -81,7 +85,9 @@ def user(text: str) -> Message:
 
 
 def answer_text(reply: Reply) -> str:
-    """The text in which the answer is looked for: the content, or the reasoning where there is none."""
+    """The text in which the answer is looked for: the content, or the reasoning where there is
+    none.
+    """
     return reply.content if reply.content.strip() else reply.reasoning
 
 
@@ -113,7 +119,9 @@ class Task:
 
 @dataclass
 class Outcome:
-    """How a conversation went: its replies so far, the tools that were offered, and the error that ended it early."""
+    """How a conversation went: its replies so far, the tools that were offered, and the error that
+    ended it early.
+    """
 
     task: Task
     replies: list[Reply] = field(default_factory=list)
@@ -130,8 +138,12 @@ class Outcome:
 class BatchEngine(Protocol):
     """An engine that answers many requests at once faster than one after another."""
 
-    def generate_batch(self, requests: Sequence[Request], *, deadline: float = float("inf")) -> list[Reply]:
-        """Answer all requests, in order; what is not written by `deadline` has the finish reason `GIVEN_UP`."""
+    def generate_batch(
+        self, requests: Sequence[Request], *, deadline: float = float("inf")
+    ) -> list[Reply]:
+        """Answer all requests, in order; what is not written by `deadline` has the finish reason
+        `GIVEN_UP`.
+        """
 
 
 def run_tasks(
@@ -143,11 +155,13 @@ def run_tasks(
     on_done: Callable[[Outcome], None],
     deadline: float = float("inf"),
 ) -> None:
-    """Run every conversation and hand each outcome to `on_done` as it ends (always on the calling thread).
+    """Run every conversation and hand each outcome to `on_done` as it ends (always on the calling
+    thread).
 
-    An engine with `generate_batch` gets the open requests of all conversations as one batch, round after round;
-    any other gets `parallel` threads. A conversation that fails ends with its error; the others go on. After
-    `deadline` (by `time.monotonic`) nothing more is begun, and what still runs is not waited for.
+    An engine with `generate_batch` gets the open requests of all conversations as one batch, round
+    after round; any other gets `parallel` threads. A conversation that fails ends with its error;
+    the others go on. After `deadline` (by `time.monotonic`) nothing more is begun, and what still
+    runs is not waited for.
     """
     if isinstance(engine, BatchEngine):
         outcomes = _batched(engine, tasks, context, deadline)
@@ -164,7 +178,8 @@ Result = TypeVar("Result")
 def side_by_side(
     work: Sequence[Callable[[], Result]], parallel: int, deadline: float = float("inf")
 ) -> Iterator[Result]:
-    """Results of `work` as they come, from `parallel` threads; what is not there by `deadline` is given up.
+    """Results of `work` as they come, from `parallel` threads; what is not there by `deadline` is
+    given up.
 
     An interrupt does not wait for answers that nobody will read.
     """
@@ -185,16 +200,22 @@ def side_by_side(
 def generate_all(
     engine: Engine, requests: Sequence[Request], parallel: int, deadline: float = float("inf")
 ) -> list[Reply]:
-    """Answer independent requests, in order, the fastest way the engine has; what takes longer than `deadline` is left out."""
+    """Answer independent requests, in order, the fastest way the engine has; what takes longer than
+    `deadline` is left out.
+    """
     if isinstance(engine, BatchEngine):
         replies = engine.generate_batch(requests, deadline=deadline)
         return [reply for reply in replies if reply.finish_reason != GIVEN_UP]
     return in_order(engine.generate, requests, parallel)
 
 
-def in_order(ask: Callable[[Request], Reply], requests: Sequence[Request], parallel: int) -> list[Reply]:
+def in_order(
+    ask: Callable[[Request], Reply], requests: Sequence[Request], parallel: int
+) -> list[Reply]:
     """The replies to all requests, in their order, from `parallel` threads."""
-    replies = dict(side_by_side([partial(_numbered, ask, i, r) for i, r in enumerate(requests)], parallel))
+    replies = dict(
+        side_by_side([partial(_numbered, ask, i, r) for i, r in enumerate(requests)], parallel)
+    )
     return [replies[i] for i in range(len(requests))]
 
 
@@ -218,7 +239,9 @@ def _converse(engine: Engine, task: Task, context: Context) -> Outcome:
     return outcome
 
 
-def _batched(engine: BatchEngine, tasks: Sequence[Task], context: Context, deadline: float) -> Iterator[Outcome]:
+def _batched(
+    engine: BatchEngine, tasks: Sequence[Task], context: Context, deadline: float
+) -> Iterator[Outcome]:
     open_talks: list[tuple[Outcome, Talk, Step]] = []
     for task in tasks:
         talk = task.probe.talk(context, task.variant)
@@ -252,12 +275,13 @@ def to_request(step: Step, sampling: Sampling, context: Context) -> Request:
     )
 
 
-# -----------------------------------------------------------------------------
-# Run code that a model wrote, where it can do no harm: a subprocess without network, files or environment.
+# Run code that a model wrote, where it can do no harm: a subprocess without network, files or
+# environment.
 #
-# The child runs isolated Python (`-I -S`) in an empty temporary directory with an empty environment, under limits of
-# CPU time, memory, file size and processes, in a network namespace of its own where the kernel allows that. It is
-# opt-in (`--run-code`) all the same: a sandbox made of these parts holds off accidents, not a determined attacker.
+# The child runs isolated Python (`-I -S`) in an empty temporary directory with an empty
+# environment, under limits of CPU time, memory, file size and processes, in a network namespace of
+# its own where the kernel allows that. It is opt-in (`--run-code`) all the same: a sandbox made of
+# these parts holds off accidents, not a determined attacker.
 
 
 TIMEOUT_S = 5.0
@@ -266,8 +290,9 @@ _OUTPUT_BYTES = 1 << 16
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 
-# Limits hold no one off from deleting or emptying a file, and the one on processes does not hold for root. So the
-# interpreter itself refuses to change anything of the system, to make a process, or to open a socket.
+# Limits hold no one off from deleting or emptying a file, and the one on processes does not hold
+# for root. So the interpreter itself refuses to change anything of the system, to make a process,
+# or to open a socket.
 _GUARD = """
 import os, sys
 def _guard(event, arguments, refused=PermissionError,
@@ -282,7 +307,8 @@ sys.addaudithook(_guard)
 del _guard, os
 """
 
-# Calls the function that was defined and compares it with the real sequence, whichever of the two usual starts it has.
+# Calls the function that was defined and compares it with the real sequence, whichever of the two
+# usual starts it has.
 _HARNESS = """
 import sys
 source = sys.stdin.read()
@@ -309,16 +335,22 @@ def run_fibonacci(source: str) -> AnswerCheck:
     status, output = run_python(_HARNESS, source)
     # Status 0 alone would let code pass that ends the process before its values are compared.
     passed = status == 0 and output == "right"
-    return AnswerCheck("code_runs", passed, "" if passed else output or f"ended with status {status}")
+    return AnswerCheck(
+        "code_runs", passed, "" if passed else output or f"ended with status {status}"
+    )
 
 
 def run_python(program: str, stdin: str, timeout: float = TIMEOUT_S) -> tuple[int, str]:
-    """Run `program` in the sandbox with `stdin`; returns its exit status and the end of what it printed.
+    """Run `program` in the sandbox with `stdin`; returns its exit status and the end of what it
+    printed.
 
     A child that runs into a limit ends with a status other than 0 and a line that says which.
     """
     # Output goes to a file of limited size: from a pipe, a flood would fill this process's memory.
-    with tempfile.TemporaryDirectory(prefix="assay-sandbox-") as folder, tempfile.TemporaryFile() as printed:
+    with (
+        tempfile.TemporaryDirectory(prefix="assay-sandbox-") as folder,
+        tempfile.TemporaryFile() as printed,
+    ):
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-c", _GUARD + program],
             stdin=subprocess.PIPE,
@@ -360,8 +392,8 @@ def _confine() -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: 64,
     }
-    # A network namespace of its own needs a user namespace; where the kernel refuses both, no network is the
-    # best effort that a missing DNS configuration and the empty environment make.
+    # A network namespace of its own needs a user namespace; where the kernel refuses both, no
+    # network is the best effort that a missing DNS configuration and the empty environment make.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0:
         libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET)

@@ -1,12 +1,15 @@
-"""`assay grade`: unpack files of finished model output, label each answer, and report on all of them.
+"""`assay grade`: unpack files of finished model output, label each answer, and report on all of
+them.
 
-Bodies and streams of model servers are unpacked into the answers in them, so that `grade` takes what `curl` saved.
+Bodies and streams of model servers are unpacked into the answers in them, so that `grade` takes
+what `curl` saved.
 
 The JSON values of a file are offered one by one to the readers of `readers`.
 
-What was lost (a stream that breaks off, events that are no JSON, an error in the middle) is a note beside the answers.
-A file that is clearly an envelope and from which no answer can be read has a `reason` instead of answers. One that
-shows no sign of an envelope is the answer itself: `unpack` returns None.
+What was lost (a stream that breaks off, events that are no JSON, an error in the middle) is a note
+beside the answers. A file that is clearly an envelope and from which no answer can be read has a
+`reason` instead of answers. One that shows no sign of an envelope is the answer itself: `unpack`
+returns None.
 """
 
 from __future__ import annotations
@@ -57,10 +60,14 @@ _SIGNS = re.compile(
     r'|"object"\s*:\s*"(chat\.completion|text_completion|response|list|model|embedding)'
 )
 _PLAIN_ERROR = re.compile(
-    r"(?:<(?:html|!doctype).{0,400}?<title>\s*[45]\d\d\b.*|(?:\d{3} )?(?:Internal Server Error|Bad Gateway|Service Unavailable"
-    r"|Gateway Time-?out|Not Found|page not found|Unauthorized|Forbidden|Too Many Requests|Method Not Allowed"
-    r"|no healthy upstream|upstream (?:connect error|request timeout)[^\n]*)\.?|curl: \(\d+\) [^\n]*"
-    r"|Error: (?:model \S+ not found|llama runner|connect E|could not connect|POST predict)[^\n]*)\Z",
+    r"(?:<(?:html|!doctype).{0,400}?<title>\s*[45]\d\d\b.*|(?:\d{3} )?(?:Internal Server Error|Bad"
+    r" Gateway|Service Unavailable"
+    r"|Gateway Time-?out|Not Found|page not found|Unauthorized|Forbidden|Too Many Requests|Method"
+    r" Not Allowed"
+    r"|no healthy upstream|upstream (?:connect error|request timeout)[^\n]*)\.?|curl: \(\d+\)"
+    r" [^\n]*"
+    r"|Error: (?:model \S+ not found|llama runner|connect E|could not connect|POST"
+    r" predict)[^\n]*)\Z",
     re.IGNORECASE | re.DOTALL,
 )
 _TEXT_KEYS = ("text", "content", "completion", "response", "output", "answer", "token", "delta")
@@ -69,7 +76,9 @@ _TEXT_KEYS = ("text", "content", "completion", "response", "output", "answer", "
 def unpack(text: str) -> Unpacked | None:
     """The answers in the text of a file, or None if it is no envelope but an answer itself."""
     status, body = http_head(text)
-    if (len(body) < 20_000 and _PLAIN_ERROR.match(body)) or (status >= 400 and body[:1] not in ("{", "[")):
+    if (len(body) < 20_000 and _PLAIN_ERROR.match(body)) or (
+        status >= 400 and body[:1] not in ("{", "[")
+    ):
         title = re.search(r"<title>\s*(.*?)\s*</title>", body, re.IGNORECASE | re.DOTALL)
         said = title[1] if title else body or f"status {status} and no body"
         return Unpacked("http", notes=(_said(said),), reason="error_body")
@@ -84,7 +93,9 @@ def unpack(text: str) -> Unpacked | None:
     if parsed and parsed.stream and not (parsed.values or parsed.lost):
         return Unpacked("sse", notes=("the stream holds no event but its end",), reason="no_answer")
     if parsed and (parsed.stream or len(set(_SIGNS.findall(body[:100_000]))) > 1):
-        return Unpacked("unknown", notes=("no API that is known here writes it so",), reason="unknown_envelope")
+        return Unpacked(
+            "unknown", notes=("no API that is known here writes it so",), reason="unknown_envelope"
+        )
     return Unpacked("http", [Answer(content=[body], whole=True)]) if status else None
 
 
@@ -92,13 +103,17 @@ def _from_python(fields: Sequence[Mapping[str, str]]) -> Unpacked:
     """The answers in objects of a client library as Python prints them."""
     answers = []
     for said in fields:
-        answer = Answer(content=[said.get("content", "")], reasoning=[said.get("reasoning", "")], whole=True)
+        answer = Answer(
+            content=[said.get("content", "")], reasoning=[said.get("reasoning", "")], whole=True
+        )
         if "arguments" in said:
             answer.call(0, said.get("name"), said["arguments"])
         finish(answer, said.get("reason"))
         answers.append(answer)
     if not answers:
-        return Unpacked("python", notes=("the printed object shows no text",), reason="unknown_envelope")
+        return Unpacked(
+            "python", notes=("the printed object shows no text",), reason="unknown_envelope"
+        )
     return Unpacked("python", answers)
 
 
@@ -107,19 +122,31 @@ def unpack_values(parsed: Parsed) -> Unpacked | None:
     out = Assembly()
     objects = [v for v in _flat(parsed.values, 2) if has(v)]
     numbers = [v.get("sequence_number") for v in objects]
-    if parsed.stream and all(isinstance(n, int) for n in numbers) and len(set(numbers)) == len(numbers):
+    if (
+        parsed.stream
+        and all(isinstance(n, int) for n in numbers)
+        and len(set(numbers)) == len(numbers)
+    ):
         objects = sorted(objects, key=lambda v: int(v["sequence_number"]))
     unknown = [value for value in objects if not read(value, out)]
     if unknown and parsed.breaks_off and unknown[-1] is objects[-1]:
         unknown.pop()  # of the value in which it breaks off too little has come
     if unknown and not (out.answers or out.errors) and _records(unknown, out, parsed.stream):
         unknown = []
-    return _finished(out, parsed, len(objects), len(unknown)) if out.apis or out.errors or out.textless else None
+    return (
+        _finished(out, parsed, len(objects), len(unknown))
+        if out.apis or out.errors or out.textless
+        else None
+    )
 
 
 def _flat(values: Iterable[Any], depth: int) -> list[Any]:
     """Values, with those of lists in their place, `depth` lists deep."""
-    return [v for value in values for v in (_flat(value, depth - 1) if depth and isinstance(value, list) else (value,))]
+    return [
+        v
+        for value in values
+        for v in (_flat(value, depth - 1) if depth and isinstance(value, list) else (value,))
+    ]
 
 
 def _finished(out: Assembly, parsed: Parsed, objects: int, unknown: int) -> Unpacked:
@@ -127,7 +154,9 @@ def _finished(out: Assembly, parsed: Parsed, objects: int, unknown: int) -> Unpa
     notes = [_said(message) for message in out.errors[:3]]
     answers = list(out.answers.values())
     if out.overlapping and out.open <= 0:
-        notes.append("two streams are interleaved, and their events carry no id that tells them apart")
+        notes.append(
+            "two streams are interleaved, and their events carry no id that tells them apart"
+        )
         return Unpacked(api, notes=notes, reason="interleaved_streams")
     if out.textless:
         notes.append(f"{out.textless} of {objects} JSON values hold no text of the model's")
@@ -156,10 +185,14 @@ def _records(values: Sequence[Value], out: Assembly, stream: bool) -> bool:
     """Records, or events of a stream, that keep their text under one well-known key."""
     if all(set(v) == {"text"} and isinstance(v["text"], list) for v in values):
         stream = stream or len(values) > 1
-        values = [{"text": text} for v in values for text in v["text"]]  # vLLM's demonstration server
+        values = [
+            {"text": text} for v in values for text in v["text"]
+        ]  # vLLM's demonstration server
     elif len(values) == 1 and not stream:
         return False
-    named = next((k for k in ("type", "event") if all(isinstance(v.get(k), str) for v in values)), None)
+    named = next(
+        (k for k in ("type", "event") if all(isinstance(v.get(k), str) for v in values)), None
+    )
     if named:  # events, of which the most tell the text
         told = [v for v in values if any(isinstance(v.get(k), str) for k in _TEXT_KEYS)]
         stream, values = True, told if len(told) > 1 else values
@@ -176,11 +209,16 @@ def _said(message: str) -> str:
     return f"the server says: {' '.join(message.split())[:300]}"
 
 
-# -----------------------------------------------------------------------------
 # Label the answers, and report on all files.
 
 
-_WORST_FIRST = (Label.DEGENERATE, Label.EMPTY, Label.NOT_EXAMINED, Label.TRUNCATED_REASONING, Label.OK)
+_WORST_FIRST = (
+    Label.DEGENERATE,
+    Label.EMPTY,
+    Label.NOT_EXAMINED,
+    Label.TRUNCATED_REASONING,
+    Label.OK,
+)
 _VERDICTS = {
     Label.OK: Verdict.PASS,
     Label.DEGENERATE: Verdict.FAIL,
@@ -196,9 +234,11 @@ MOST_CHOICES = 1000
 
 @dataclass(frozen=True)
 class GradedFile:
-    """One file with its grade: that of its worst answer, of which `shown` is the field that decided.
+    """One file with its grade: that of its worst answer, of which `shown` is the field that
+    decided.
 
-    `choices` holds the name and grade of every answer where the file is a body or a stream, `notes` what was lost.
+    `choices` holds the name and grade of every answer where the file is a body or a stream, `notes`
+    what was lost.
     """
 
     path: str
@@ -210,7 +250,9 @@ class GradedFile:
 
 
 def grade_files(paths: Sequence[str]) -> Report:
-    """Grade every file (`-` is stdin). What cannot be read becomes a finding; the others are still graded."""
+    """Grade every file (`-` is stdin). What cannot be read becomes a finding; the others are still
+    graded.
+    """
     graded: list[GradedFile] = []
     findings: list[Finding] = []
     unreadable = 0
@@ -234,7 +276,9 @@ def grade_files(paths: Sequence[str]) -> Report:
 
 
 def grade_file(path: str) -> GradedFile:
-    """Grade one file: the body or stream of a server (`envelopes`), or a text that is the answer itself."""
+    """Grade one file: the body or stream of a server (`envelopes`), or a text that is the answer
+    itself.
+    """
     reading = read_text(path)
     unpacked = unpack(reading.text)
     if unpacked is None:
@@ -249,9 +293,11 @@ def grade_file(path: str) -> GradedFile:
 
 
 def grade_completion(response: Mapping[str, Any]) -> Grade:
-    """The grade of a response as JSON, of any API that `envelopes` knows; of several choices the worst.
+    """The grade of a response as JSON, of any API that `envelopes` knows; of several choices the
+    worst.
 
-    >>> grade_completion({"choices": [{"finish_reason": "stop", "message": {"content": None}}]}).label.value
+    >>> grade_completion({"choices": [{"finish_reason": "stop", "message": {"content":
+      None}}]}).label.value
     'empty'
     """
     unpacked = unpack_values(Parsed([response]))
@@ -294,11 +340,21 @@ def _row(file: GradedFile) -> dict[str, Any]:
     worst_first = sorted(file.choices, key=lambda choice: _WORST_FIRST.index(choice[1].label))
     kept = file.choices if len(file.choices) <= MOST_CHOICES else worst_first[:MOST_CHOICES]
     choices = [
-        {"name": name, "label": g.label.value, "kind": g.kind, "onset_char": g.onset_char, "part": g.part,
-         "coherent_chars": g.coherent_chars}
+        {
+            "name": name,
+            "label": g.label.value,
+            "kind": g.kind,
+            "onset_char": g.onset_char,
+            "part": g.part,
+            "coherent_chars": g.coherent_chars,
+        }
         for name, g in kept
-    ]  # fmt: skip
-    told = {"api": file.unpacked.api, "partial": file.unpacked.partial, "notes": list(file.unpacked.notes)}
+    ]
+    told = {
+        "api": file.unpacked.api,
+        "partial": file.unpacked.partial,
+        "notes": list(file.unpacked.notes),
+    }
     return {**row, **told, "choices_total": len(file.choices), "choices": choices}
 
 
@@ -313,12 +369,29 @@ def _findings(file: GradedFile) -> list[Finding]:
     if part := _part(file):
         title = f"{file.path}: only a part was examined: {part}"
         evidence = {"path": file.path, "examined_chars": result.examined_chars}
-        found.append(Finding("coherence.not_all_examined", Severity.WARNING, title, evidence=evidence))
+        found.append(
+            Finding("coherence.not_all_examined", Severity.WARNING, title, evidence=evidence)
+        )
     if reading.invalid_bytes:
-        title = f"{file.path}: not valid UTF-8, first at byte {reading.first_invalid}; read with U+FFFD there"
-        evidence = {"path": file.path, "count": reading.invalid_bytes, "first_byte": reading.first_invalid}
+        title = (
+            f"{file.path}: not valid UTF-8, first at byte {reading.first_invalid}; read with U+FFFD"
+            " there"
+        )
+        evidence = {
+            "path": file.path,
+            "count": reading.invalid_bytes,
+            "first_byte": reading.first_invalid,
+        }
         remedies = ("write the output as UTF-8",)
-        found.append(Finding("coherence.invalid_utf8", Severity.WARNING, title, evidence=evidence, remedies=remedies))
+        found.append(
+            Finding(
+                "coherence.invalid_utf8",
+                Severity.WARNING,
+                title,
+                evidence=evidence,
+                remedies=remedies,
+            )
+        )
     return found
 
 
@@ -341,9 +414,13 @@ _ASK_AGAIN = {
 def _not_examined(file: GradedFile) -> Finding:
     kind = file.grade.kind or ""
     title = f"{file.path}: not examined ({kind.replace('_', ' ')}): {file.grade.evidence['why']}"
-    remedy = _ASK_AGAIN.get(kind, "save the body or the stream as the server sent it, or the answer as plain text")
+    remedy = _ASK_AGAIN.get(
+        kind, "save the body or the stream as the server sent it, or the answer as plain text"
+    )
     evidence = {"path": file.path, "kind": kind}
-    return Finding("coherence.not_examined", Severity.WARNING, title, evidence=evidence, remedies=(remedy,))
+    return Finding(
+        "coherence.not_examined", Severity.WARNING, title, evidence=evidence, remedies=(remedy,)
+    )
 
 
 def _part(file: GradedFile) -> str:
@@ -362,7 +439,11 @@ def _part(file: GradedFile) -> str:
 def _headline(graded: Sequence[GradedFile], unreadable: int) -> list[Metric]:
     counts = {label: sum(file.grade.label is label for file in graded) for label in Label}
     metrics = [Metric("files", str(len(graded)))]
-    metrics += [Metric(label.value.replace("_", " "), str(n)) for label, n in counts.items() if n or label is Label.OK]
+    metrics += [
+        Metric(label.value.replace("_", " "), str(n))
+        for label, n in counts.items()
+        if n or label is Label.OK
+    ]
     return metrics + ([Metric("unreadable", str(unreadable))] if unreadable else [])
 
 
@@ -380,9 +461,15 @@ def _blocks(graded: Sequence[GradedFile]) -> list[Block]:
         for file in graded
     ]
     columns = ("file", "label", "kind", "onset", "coherent characters")
-    bad = [file for file in graded if file.grade.label in {Label.DEGENERATE, Label.TRUNCATED_REASONING}]
+    bad = [
+        file for file in graded if file.grade.label in {Label.DEGENERATE, Label.TRUNCATED_REASONING}
+    ]
     quotes = [_quote(file) for file in bad[:_MAX_QUOTES]]
-    note = f"the first {_MAX_QUOTES} of {len(bad)} faulty texts are quoted below" if len(bad) > _MAX_QUOTES else ""
+    note = (
+        f"the first {_MAX_QUOTES} of {len(bad)} faulty texts are quoted below"
+        if len(bad) > _MAX_QUOTES
+        else ""
+    )
     return [Table("Files", columns, rows, numeric=frozenset({3, 4}), note=note), *quotes]
 
 
@@ -390,4 +477,6 @@ def _quote(file: GradedFile) -> Quote:
     onset = file.grade.onset_char or 0
     start = max(0, onset - _SHOWN_BEFORE)
     text = file.shown[start : onset + _SHOWN_AFTER]
-    return Quote(f"{file.path} ({file.grade.part})", text, status=file.grade.label.value, onset=onset - start)
+    return Quote(
+        f"{file.path} ({file.grade.part})", text, status=file.grade.label.value, onset=onset - start
+    )

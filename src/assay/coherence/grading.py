@@ -15,7 +15,9 @@ from assay.coherence.detectors.tails import repeated_call
 from assay.coherence.text import Detection, Ending, TextView, ending_of, quote
 
 MAX_CHARS = 2_000_000
-"""Code points of one field that are examined; a longer one is examined up to here, and the grade says so."""
+"""Code points of one field that are examined; a longer one is examined up to here, and the grade
+says so.
+"""
 TOGETHER = 200
 """Faults that begin within so many code points are one fault, named by the most exact detector."""
 
@@ -39,9 +41,9 @@ class Label(StrEnum):
 class Grade:
     """The grade of one model output.
 
-    `part` says which field decided: `content`, `reasoning`, `tool_calls`. `onset_char` counts code points into
-    that field and is None where the label is ok. `coherent_chars` sums over all fields what stands before their
-    onsets. `detections` holds the first fault of each degenerate field.
+    `part` says which field decided: `content`, `reasoning`, `tool_calls`. `onset_char` counts code
+    points into that field and is None where the label is ok. `coherent_chars` sums over all fields
+    what stands before their onsets. `detections` holds the first fault of each degenerate field.
     """
 
     label: Label
@@ -56,12 +58,17 @@ class Grade:
 
 
 def grade(
-    text: str | None, *, reasoning: str | None = None, tool_calls: Sequence[Any] = (), finish_reason: str | None = None
+    text: str | None,
+    *,
+    reasoning: str | None = None,
+    tool_calls: Sequence[Any] = (),
+    finish_reason: str | None = None,
 ) -> Grade:
     """Grade one model output: content, reasoning and tool calls, each in its own right.
 
-    `tool_calls` holds objects with `name` and `arguments` (a JSON string), or the dicts of the OpenAI schema.
-    `finish_reason` is the server's; without it the ending is judged by the text alone.
+    `tool_calls` holds objects with `name` and `arguments` (a JSON string), or the dicts of the
+    OpenAI schema. `finish_reason` is the server's; without it the ending is judged by the text
+    alone.
 
     >>> grade("The capital of France is Paris.").label
     <Label.OK: 'ok'>
@@ -72,15 +79,23 @@ def grade(
     content = text or ""
     calls = [_call(c) for c in tool_calls]
     fields = [("content", content), ("reasoning", reasoning or "")]
-    fields += [("tool_calls", f"{name} {_unescaped(arguments)}".strip()) for name, arguments in calls]
+    fields += [
+        ("tool_calls", f"{name} {_unescaped(arguments)}".strip()) for name, arguments in calls
+    ]
     ending = ending_of(finish_reason)
-    if ending is Ending.UNKNOWN and (_open_think(content) is not None or (reasoning and not content and not calls)):
+    if ending is Ending.UNKNOWN and (
+        _open_think(content) is not None or (reasoning and not content and not calls)
+    ):
         ending = Ending.CUT  # reasoning was never closed
     found, coherent, examined = _detect_all(fields, ending)
     if "tool_calls" not in found and (faulty := repeated_call(calls) or _malformed(calls, ending)):
         found["tool_calls"] = faulty
     total = sum(len(value) for _, value in fields)
-    common: dict[str, Any] = {"coherent_chars": coherent, "total_chars": total, "examined_chars": examined}
+    common: dict[str, Any] = {
+        "coherent_chars": coherent,
+        "total_chars": total,
+        "examined_chars": examined,
+    }
     if found:
         name, first = next(iter(found.items()))
         return Grade(
@@ -100,7 +115,9 @@ def grade(
 
 
 def first_fault(view: TextView) -> Detection | None:
-    """The first fault that any detector finds; of several that begin together the former detector's."""
+    """The first fault that any detector finds; of several that begin together the former
+    detector's.
+    """
     found = [d for detect in all_detectors() if (d := detect(view))]
     if not found:
         return None
@@ -111,7 +128,9 @@ def first_fault(view: TextView) -> Detection | None:
     return next(d for d in found if d.onset_char <= earliest + TOGETHER)
 
 
-def _detect_all(fields: Sequence[tuple[str, str]], ending: Ending) -> tuple[dict[str, Detection], int, int]:
+def _detect_all(
+    fields: Sequence[tuple[str, str]], ending: Ending
+) -> tuple[dict[str, Detection], int, int]:
     """The first fault of each field by name; code points before the faults; code points examined."""
     found: dict[str, Detection] = {}
     coherent = examined = 0
@@ -181,12 +200,14 @@ def _malformed(calls: Sequence[tuple[str, str]], ending: Ending) -> Detection | 
 
 # Watch a text while it is written, so that a gateway can stop a loop in flight.
 #
-# Every `STRIDE` code points the same detectors that `grade` runs look at the last `TAIL` code points as an unfinished
-# text: where it stands at that moment proves nothing, so what counts against a text that is cut off does not count
-# here. The work per token is bounded: TAIL / STRIDE code points are looked at for each one that arrives.
+# Every `STRIDE` code points the same detectors that `grade` runs look at the last `TAIL` code
+# points as an unfinished text: where it stands at that moment proves nothing, so what counts
+# against a text that is cut off does not count here. The work per token is bounded: TAIL / STRIDE
+# code points are looked at for each one that arrives.
 #
-# Latency: a fault of which `grade` on the unfinished text would speak is reported at the latest `STRIDE` code points
-# later, as long as it shows within `TAIL` code points. `finish` grades the whole text, with its ending known.
+# Latency: a fault of which `grade` on the unfinished text would speak is reported at the latest
+# `STRIDE` code points later, as long as it shows within `TAIL` code points. `finish` grades the
+# whole text, with its ending known.
 
 TAIL = 4096
 STRIDE = 256
@@ -215,10 +236,14 @@ class StreamingGrader:
         self._unseen = 0
 
     def push(self, token_text: str) -> Detection | None:
-        """Take the text of the next token. Returns the first fault as soon as it shows, and from then on."""
+        """Take the text of the next token. Returns the first fault as soon as it shows, and from
+        then on.
+        """
         self._parts.append(token_text)
         if self.detection is None:
-            for start in range(0, len(token_text), STRIDE):  # a large chunk is looked at like many small ones
+            for start in range(
+                0, len(token_text), STRIDE
+            ):  # a large chunk is looked at like many small ones
                 self._append(token_text[start : start + STRIDE])
         return self.detection
 
@@ -236,10 +261,14 @@ class StreamingGrader:
         found = first_fault(TextView(self._tail, Ending.OPEN, in_fence=self._in_fence))
         if found:
             shift = self._tail_start
-            self.detection = replace(found, onset_char=found.onset_char + shift, end=found.end + shift)
+            self.detection = replace(
+                found, onset_char=found.onset_char + shift, end=found.end + shift
+            )
 
     def _trim(self) -> None:
-        """Drop what lies before the tail, at a line break where there is one, and remember open code fences."""
+        """Drop what lies before the tail, at a line break where there is one, and remember open
+        code fences.
+        """
         surplus = len(self._tail) - TAIL
         if surplus <= 0:
             return

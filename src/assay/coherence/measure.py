@@ -1,6 +1,8 @@
-"""What a check measures, and measuring it stage by stage: graded texts, scores of fixed texts, speed, tool calls.
+"""What a check measures, and measuring it stage by stage: graded texts, scores of fixed texts,
+speed, tool calls.
 
-What is measured stays, also when a stage is interrupted: a `Measurement` adds to its record answer by answer.
+What is measured stays, also when a stage is interrupted: a `Measurement` adds to its record answer
+by answer.
 """
 
 from __future__ import annotations
@@ -58,14 +60,16 @@ from assay.options import RunTime, option
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Verdict
 
-# -----------------------------------------------------------------------------
-# What a check measures, in the order of what decides most per second; how long it takes, and what a budget leaves out.
+# What a check measures, in the order of what decides most per second; how long it takes, and what a
+# budget leaves out.
 
 
 LEAST_EXTENSION = 12
 """Fewer further texts than this decide nothing, and would use up a look."""
 EXTENSIONS = (6, 6, 6, 12, 12)
-"""Sampled texts a probe of each extension: about as many texts as the plan itself has, then twice as many."""
+"""Sampled texts a probe of each extension: about as many texts as the plan itself has, then twice
+as many.
+"""
 LOOKS = 1 + len(EXTENSIONS)
 """How often the verdict is asked for at most: after the plan, and after each extension of it."""
 QUICK_SECONDS = 60.0
@@ -73,7 +77,9 @@ QUICK_SECONDS_SLOW = 180.0
 """`--quick` on a server that writes fewer than `SLOW` tokens a second."""
 SLOW = 200.0
 EVIDENCE_SECONDS = 1.0
-"""A verdict that is certain so soon is shown with texts of the other probes too, which cost next to nothing."""
+"""A verdict that is certain so soon is shown with texts of the other probes too, which cost next to
+nothing.
+"""
 
 
 @dataclass(frozen=True)
@@ -91,14 +97,21 @@ class Plan(RunTime):
         (), "Run this probe only; may be given again.", flag="probe", metavar="NAME", choices=NAMES
     )
     longest_needle: int = option(
-        DEFAULT_LONGEST, "Longest context that is searched for a needle, in tokens.", lo=256, hi=10_000_000
+        DEFAULT_LONGEST,
+        "Longest context that is searched for a needle, in tokens.",
+        lo=256,
+        hi=10_000_000,
     )
-    token_budget: float = option(1.0, "Factor on every length limit, for models that reason at length.", lo=0.1, hi=100)
+    token_budget: float = option(
+        1.0, "Factor on every length limit, for models that reason at length.", lo=0.1, hi=100
+    )
     thinking: bool = option(True, "Ask the chat template not to reason.")
     run_code: bool = option(False, "Run the code that the model wrote, in a sandboxed subprocess.")
     throughput: bool = option(True, "Do not measure speed.")
     suite: str = option(
-        "text", "What to ask: texts of all kinds, or exact tool calls and JSON.", choices=("text", "tools")
+        "text",
+        "What to ask: texts of all kinds, or exact tool calls and JSON.",
+        choices=("text", "tools"),
     )
     margin_answers: float = option(
         0.01,
@@ -109,7 +122,9 @@ class Plan(RunTime):
         hi=1,
         apart=True,
     )
-    quick: bool = option(False, "One text per probe, in 60 s, or in 3 min on a slow server.", apart=True)
+    quick: bool = option(
+        False, "One text per probe, in 60 s, or in 3 min on a slow server.", apart=True
+    )
     all: bool = option(False, "Measure everything, even after the verdict is certain.", apart=True)
 
 
@@ -117,8 +132,9 @@ class Plan(RunTime):
 class Stage:
     """A part of the plan that is measured on both sides and judged before the next one.
 
-    `texts` runs `tasks`, `scores` scores the first `texts` of the fixed texts (by themselves, or in a `context` of so
-    many tokens), `speed` times `repeats` rounds, `tools` runs the tools suite with `streams` requests at once.
+    `texts` runs `tasks`, `scores` scores the first `texts` of the fixed texts (by themselves, or in
+    a `context` of so many tokens), `speed` times `repeats` rounds, `tools` runs the tools suite
+    with `streams` requests at once.
     """
 
     name: str
@@ -150,7 +166,9 @@ FIRST = "first answers"
 
 
 def stages_of(plan: Plan, probes: Sequence[Probe], max_model_len: int | None) -> list[Stage]:
-    """The stages of the plan, what decides most per second first; `probes` are those that the subject can answer."""
+    """The stages of the plan, what decides most per second first; `probes` are those that the
+    subject can answer.
+    """
     if plan.suite == "tools":
         says = "whether tool calls hold with {} requests at once"
         return [
@@ -170,7 +188,9 @@ def stages_of(plan: Plan, probes: Sequence[Probe], max_model_len: int | None) ->
     if "burst" in by_name:
         texts(FIRST, "whether requests at the same moment mix", _variants(by_name["burst"]))
     fixed = len(passages())
-    stages.append(Stage("fixed texts", "scores", "how well the model predicts plain text", texts=fixed))
+    stages.append(
+        Stage("fixed texts", "scores", "how well the model predicts plain text", texts=fixed)
+    )
     texts("short texts", "whether short answers are sane", _drawn(plan, short, 0, 1))
     texts("long texts", "whether long answers are sane", _drawn(plan, long, 0, 1))
     if plan.throughput:
@@ -180,18 +200,26 @@ def stages_of(plan: Plan, probes: Sequence[Probe], max_model_len: int | None) ->
     if context >= LEAST_CONTEXT:
         without = "whether the model loses its way deep in the context"
         stages.append(Stage("texts in context", "scores", without, texts=fixed, context=context))
-    texts("more texts", "small differences in the rate of bad texts", _drawn(plan, sampled, 1, plan.samples))
+    texts(
+        "more texts",
+        "small differences in the rate of bad texts",
+        _drawn(plan, sampled, 1, plan.samples),
+    )
     needle = by_name.get("needle")
     if isinstance(needle, Needle):
         for length in needle.lengths:
             cells = (v for v in needle.variants if v.startswith(f"{length}@"))
             without = f"whether facts are found in {length:,} tokens"
-            texts(f"needles in {length:,} tokens", without, (Task(needle, v, GREEDY) for v in cells))
+            texts(
+                f"needles in {length:,} tokens", without, (Task(needle, v, GREEDY) for v in cells)
+            )
     return stages
 
 
 def extension(plan: Plan, probes: Sequence[Probe], look: int) -> Stage:
-    """Further texts of the sampled probes, with seeds that were not used yet, for the `look`-th verdict (2 …)."""
+    """Further texts of the sampled probes, with seeds that were not used yet, for the `look`-th
+    verdict (2 …).
+    """
     begin = plan.samples + sum(EXTENSIONS[: look - 2])
     sampled = [probe for probe in probes if not probe.variants]
     tasks = tuple(_drawn(plan, sampled, begin, begin + EXTENSIONS[look - 2]))
@@ -210,17 +238,27 @@ def _variants(probe: Probe) -> Iterator[Task]:
 
 _LONG = frozenset({"story", "fibonacci"})
 
-# About how many tokens a healthy model writes; those of probes that are not here are half their limit of 120.
+# About how many tokens a healthy model writes; those of probes that are not here are half their
+# limit of 120.
 _EXPECTED = {
-    "france": 30, "story": 450, "fibonacci": 250, "json_list": 40, "spanish": 140, "second_turn": 200, "tool_call": 70,
-    "needle": 20, "burst": 70,
-}  # fmt: skip
+    "france": 30,
+    "story": 450,
+    "fibonacci": 250,
+    "json_list": 40,
+    "spanish": 140,
+    "second_turn": 200,
+    "tool_call": 70,
+    "needle": 20,
+    "burst": 70,
+}
 _TIMED_TOKENS, _TOOL_TOKENS, _TOOL_PROMPT = 160, 45, 300
 
 
 @dataclass
 class Pace:
-    """How fast the subject is, learnt from what it has done: seconds of later stages are told from it."""
+    """How fast the subject is, learnt from what it has done: seconds of later stages are told from
+    it.
+    """
 
     write: float | None = None
     """Tokens a second that it writes, over all streams."""
@@ -233,7 +271,8 @@ class Pace:
     parallel: int = 8
     """Texts that are asked for at once."""
     slower: tuple[str, float, float] | None = None
-    """The first stage for which the subject had slowed down, its tokens a second before, and then."""
+    """The first stage for which the subject had slowed down, its tokens a second before, and then.
+    """
     _written: int = 0
     _writing_s: float = 0.0
     _stream_s: float = 0.0
@@ -243,13 +282,25 @@ class Pace:
         """Take the seconds that the subject took for a stage, and the tokens that it wrote."""
         self.took[stage.name] = seconds
         if stage.kind == "texts" and written and seconds > 0:
-            streams = len(stage.tasks) if stage.name == FIRST else min(len(stage.tasks), self.parallel)
-            now, before, a_stream = (written / seconds, self.write, self._writing_s and self._written / self._stream_s)
-            needles = any(task.probe.name == "needle" for task in stage.tasks)  # whose time is that of reading
+            streams = (
+                len(stage.tasks) if stage.name == FIRST else min(len(stage.tasks), self.parallel)
+            )
+            now, before, a_stream = (
+                written / seconds,
+                self.write,
+                self._writing_s and self._written / self._stream_s,
+            )
+            needles = any(
+                task.probe.name == "needle" for task in stage.tasks
+            )  # whose time is that of reading
             told = before and not needles and seconds > HICCUP_S
             if before and told and now < before / SLOWER and now / streams < a_stream / SLOWER:
                 self.slower = self.slower or (stage.name, before, now)
-                self._written, self._writing_s, self._stream_s = 0, 0.0, 0.0  # tells nothing any more
+                self._written, self._writing_s, self._stream_s = (
+                    0,
+                    0.0,
+                    0.0,
+                )  # tells nothing any more
             self._written += written
             self._writing_s += seconds
             self._stream_s += seconds * streams
@@ -264,8 +315,12 @@ class Pace:
         if self._own_s > 0:
             self.reference = self.took["reference"] / self._own_s
 
-    def seconds(self, stage: Stage, kept: Callable[[Stage], bool] = lambda stage: False) -> float | None:
-        """Expected seconds of a stage on both sides; None before the first answers. `kept`: the reference has it already."""
+    def seconds(
+        self, stage: Stage, kept: Callable[[Stage], bool] = lambda stage: False
+    ) -> float | None:
+        """Expected seconds of a stage on both sides; None before the first answers. `kept`: the
+        reference has it already.
+        """
         if self.write is None:
             return None
         read = self.read or 8 * self.write
@@ -274,7 +329,9 @@ class Pace:
         return own * (1.0 if kept(stage) else 1.0 + self.reference * (0.3 if timed else 1.0))
 
     def _writing(self, stage: Stage) -> float:
-        """Tokens to write, in units of a full set of streams: one stream alone writes about a third as fast."""
+        """Tokens to write, in units of a full set of streams: one stream alone writes about a third
+        as fast.
+        """
         if stage.kind == "texts":
             return sum(_EXPECTED.get(task.probe.name, 60) for task in stage.tasks)
         if stage.kind == "speed":
@@ -287,28 +344,40 @@ class Pace:
             return planned_tokens(stage.texts, stage.context)
         if stage.kind == "tools":
             return _TOOL_PROMPT * len(cases())
-        needles = (task.variant.partition("@")[0] for task in stage.tasks if task.probe.name == "needle")
+        needles = (
+            task.variant.partition("@")[0] for task in stage.tasks if task.probe.name == "needle"
+        )
         return sum(map(int, needles))
 
 
 SLOWER = 4.0
-"""Texts that are written so many times more slowly than those before, in all and by stream, say that the server slowed down."""
+"""Texts that are written so many times more slowly than those before, in all and by stream, say
+that the server slowed down.
+"""
 HICCUP_S = 2.0
-"""A stage that took less tells nothing of a server that slowed down: the client or the machine may have paused."""
+"""A stage that took less tells nothing of a server that slowed down: the client or the machine may
+have paused.
+"""
 
 _SHARE = {"scores": 0.3, "speed": 0.25}
-"""Of the time that is left, the most that one stage of a kind may take: fixed texts must not cost the probes."""
+"""Of the time that is left, the most that one stage of a kind may take: fixed texts must not cost
+the probes.
+"""
 
 
 def fit(
     stages: Sequence[Stage], pace: Pace, left: float, kept: Callable[[Stage], bool]
 ) -> tuple[list[Stage], list[Stage]]:
-    """The stages that fit into `left` seconds, in their order and some of them shortened, and those that do not."""
+    """The stages that fit into `left` seconds, in their order and some of them shortened, and those
+    that do not.
+    """
     chosen: list[Stage] = []
     dropped: list[Stage] = []
     for stage in stages:
         form: Stage | None = stage
-        while form is not None and (pace.seconds(form, kept) or 0.0) > left * _SHARE.get(stage.kind, 1.0):
+        while form is not None and (pace.seconds(form, kept) or 0.0) > left * _SHARE.get(
+            stage.kind, 1.0
+        ):
             form = form.shorter()
         if form is None:
             dropped.append(stage)
@@ -318,11 +387,11 @@ def fit(
     return chosen, dropped
 
 
-# -----------------------------------------------------------------------------
 # Measuring.
 
 
-# From the worst label to the best; the sample of a conversation of several replies is its worst reply.
+# From the worst label to the best; the sample of a conversation of several replies is its worst
+# reply.
 _WORST_FIRST = ("degenerate", "empty", "truncated_reasoning", "ok")
 
 
@@ -336,9 +405,16 @@ def to_sample(outcome: Outcome, *, run_code: bool = False) -> Sample:
     if run_code and task.probe.name == FIBONACCI.name:
         checks = (*checks, run_fibonacci(extract_code(answer_text(outcome.replies[-1]))))
     graded = [(reply, grade_reply(reply)) for reply in outcome.replies]
-    forms = [tool_form(reply, outcome.tools) for reply in outcome.replies] if outcome.tools else [("", "")]
-    # A call that came as one counts; a second call after the tool's result is a weak model's, not a broken server's.
-    form, call_text = forms[0] if forms[0][0] else min(forms, key=lambda found: _FORMS.index(found[0]))
+    forms = (
+        [tool_form(reply, outcome.tools) for reply in outcome.replies]
+        if outcome.tools
+        else [("", "")]
+    )
+    # A call that came as one counts; a second call after the tool's result is a weak model's, not a
+    # broken server's.
+    form, call_text = (
+        forms[0] if forms[0][0] else min(forms, key=lambda found: _FORMS.index(found[0]))
+    )
     said = [stutter_counts(f"{reply.content}\n{reply.reasoning}") for reply in outcome.replies]
     reply, worst = min(graded, key=lambda pair: _WORST_FIRST.index(pair[1].label))
     return Sample(
@@ -360,7 +436,9 @@ def to_sample(outcome: Outcome, *, run_code: bool = False) -> Sample:
         words=sum(counts.words for counts in said),
         stutters=sum(counts.total for counts in said),
         think_tag=any(bare_reasoning(reply) for reply in outcome.replies),
-        stutter_text="; ".join(example for counts in said for example in counts.examples)[:HEAD_CHARS],
+        stutter_text="; ".join(example for counts in said for example in counts.examples)[
+            :HEAD_CHARS
+        ],
     )
 
 
@@ -369,21 +447,26 @@ _FORMS = ("remains", "unread", "parsed", "")
 
 
 def tool_form(reply: Reply, names: Collection[str]) -> tuple[str, str]:
-    """What became of a call to one of the tools `names`, and the text in which it stands where nothing parsed it."""
+    """What became of a call to one of the tools `names`, and the text in which it stands where
+    nothing parsed it.
+    """
     if reply.tool_calls:
         return "parsed", ""
     if remains := call_remains(reply.content, names):
         # A call that was cut at the length limit is unfinished, not mangled.
         cut = reply.finish_reason == "length" and reply.content.endswith(remains)
         return ("", "") if cut else ("remains", remains)
-    return ("unread", reply.content[:EXCERPT]) if read_calls(reply.content, names).calls else ("", "")
+    return (
+        ("unread", reply.content[:EXCERPT]) if read_calls(reply.content, names).calls else ("", "")
+    )
 
 
 def grade_reply(reply: Reply) -> Grade:
     """Grade content, reasoning and tool calls of one reply, each in its own right.
 
-    Many templates open the reasoning in the prompt, so that a server without a reasoning parser sends all of it up to
-    `</think>` as content. That is how such a server works, and no broken model: the reasoning is graded as reasoning.
+    Many templates open the reasoning in the prompt, so that a server without a reasoning parser
+    sends all of it up to `</think>` as content. That is how such a server works, and no broken
+    model: the reasoning is graded as reasoning.
     """
     thought = bare_reasoning(reply)
     return grade(
@@ -398,9 +481,15 @@ CLOSES = "</think>"
 
 
 def bare_reasoning(reply: Reply) -> str:
-    """The reasoning in the content that ends with `</think>` and begins without a mark; empty where there is none."""
+    """The reasoning in the content that ends with `</think>` and begins without a mark; empty where
+    there is none.
+    """
     before, closes, after = reply.content.partition(CLOSES)
-    return before if closes and after.strip() and "<think>" not in before and not reply.reasoning else ""
+    return (
+        before
+        if closes and after.strip() and "<think>" not in before and not reply.reasoning
+        else ""
+    )
 
 
 def shown_text(reply: Reply) -> str:
@@ -420,24 +509,38 @@ def received_chars(reply: Reply) -> int:
 
 # How fast is the server, measured on text that is then graded?
 #
-# Decode speed of one stream is (n − tokens in the first chunk) / (t_last − t_first), with n from the server's usage:
-# a speculating server sends several tokens in one chunk, so chunks are not tokens. Prompts differ from their first
-# word on, so that a prefix cache does not answer for the model.
+# Decode speed of one stream is (n − tokens in the first chunk) / (t_last − t_first), with n from
+# the server's usage: a speculating server sends several tokens in one chunk, so chunks are not
+# tokens. Prompts differ from their first word on, so that a prefix cache does not answer for the
+# model.
 
 TOKENS = 160
 """Tokens of one timed text at most: enough for a loop to show, short enough to repeat."""
 
 _SUBJECTS = (
-    "how a lighthouse works", "why leaves change colour in autumn", "how bread rises", "what a librarian does all day",
-    "how a bicycle stays upright", "why the sea is salty", "how a letter travels to another country",
-    "what happens inside a beehive in winter", "how glass is made", "why cities have parks", "how a piano makes sound",
-    "what a glacier leaves behind", "how people kept time before clocks", "why bridges need joints",
-    "how a seed becomes a tree", "what makes a good map",
-)  # fmt: skip
+    "how a lighthouse works",
+    "why leaves change colour in autumn",
+    "how bread rises",
+    "what a librarian does all day",
+    "how a bicycle stays upright",
+    "why the sea is salty",
+    "how a letter travels to another country",
+    "what happens inside a beehive in winter",
+    "how glass is made",
+    "why cities have parks",
+    "how a piano makes sound",
+    "what a glacier leaves behind",
+    "how people kept time before clocks",
+    "why bridges need joints",
+    "how a seed becomes a tree",
+    "what makes a good map",
+)
 
 
 def timed_requests(count: int, seed: int, chat: bool) -> list[Request]:
-    """`count` requests for short prose with different beginnings, recorded seeds and the usual sampling."""
+    """`count` requests for short prose with different beginnings, recorded seeds and the usual
+    sampling.
+    """
     rng = random.Random(f"throughput/{seed}")
     requests = []
     for index in range(count):
@@ -459,7 +562,9 @@ def timed_requests(count: int, seed: int, chat: bool) -> list[Request]:
 
 
 def time_round(engine: Engine, requests: Sequence[Request], round_: int) -> list[TimedText]:
-    """Stream all `requests` at once and grade what came; a reply whose tokens the server does not count is left out."""
+    """Stream all `requests` at once and grade what came; a reply whose tokens the server does not
+    count is left out.
+    """
     replies = in_order(engine.stream, requests, len(requests))
     return [
         to_timed_text(reply, round_)
@@ -469,7 +574,9 @@ def time_round(engine: Engine, requests: Sequence[Request], round_: int) -> list
 
 
 def to_timed_text(reply: Reply, round_: int = 0) -> TimedText:
-    """Grade and speed of one reply; without a speed where nothing was timed, as on the reference side."""
+    """Grade and speed of one reply; without a speed where nothing was timed, as on the reference
+    side.
+    """
     timing, tokens = reply.timing, reply.completion_tokens or 0
     grade = grade_reply(reply)
     text = TimedText(
@@ -496,11 +603,17 @@ def to_timed_text(reply: Reply, round_: int = 0) -> TimedText:
 
 
 def prefill_speed(engine: Engine, prompts: Sequence[str], chat: bool) -> float | None:
-    """Median of prompt tokens / TTFT over long prompts, in tokens a second; None where it cannot be known."""
+    """Median of prompt tokens / TTFT over long prompts, in tokens a second; None where it cannot be
+    known.
+    """
     speeds = []
     for prompt in prompts:
         reply = engine.stream(
-            Request(messages=(user(prompt),) if chat else None, prompt=None if chat else prompt, max_tokens=1)
+            Request(
+                messages=(user(prompt),) if chat else None,
+                prompt=None if chat else prompt,
+                max_tokens=1,
+            )
         )
         if reply.timing is not None and reply.prompt_tokens and reply.timing.ttft > 0:
             speeds.append(reply.prompt_tokens / reply.timing.ttft)
@@ -530,7 +643,9 @@ def aggregate_tokens_per_s(texts: Sequence[TimedText]) -> float | None:
 
 @dataclass
 class Measurement:
-    """One side of a check, the server or the reference engine, and what has been measured of it so far."""
+    """One side of a check, the server or the reference engine, and what has been measured of it so
+    far.
+    """
 
     engine: Engine
     plan: Plan
@@ -547,7 +662,9 @@ class Measurement:
 
     @cached_property
     def probes(self) -> tuple[Probe, ...]:
-        """The probes of the plan that the engine can answer; the others are noted in the record as skipped."""
+        """The probes of the plan that the engine can answer; the others are noted in the record as
+        skipped.
+        """
         counts = Capability.TOKENIZE in self.engine.capabilities
         probes = standard_probes(
             max_model_len=self.max_model_len,
@@ -557,20 +674,33 @@ class Measurement:
             count_tokens=(lambda text: len(self.engine.tokenize(text))) if counts else None,
         )
         wanted = [probe for probe in probes if not self.plan.only or probe.name in self.plan.only]
-        self._add(probes=tuple(ProbeResult(p.name, p.title, skipped=self.skip_reason(p)) for p in wanted))
+        self._add(
+            probes=tuple(ProbeResult(p.name, p.title, skipped=self.skip_reason(p)) for p in wanted)
+        )
         return tuple(probe for probe in wanted if self.skip_reason(probe) is None)
 
-    def run(self, stage: Stage, what: str = "", deadline: float = float("inf"), *, untimed: bool = False) -> None:
-        """Measure one stage until `deadline`; raises only the errors after which asking on makes no sense.
+    def run(
+        self, stage: Stage, what: str = "", deadline: float = float("inf"), *, untimed: bool = False
+    ) -> None:
+        """Measure one stage until `deadline`; raises only the errors after which asking on makes no
+        sense.
 
-        `what` is its name for the progress. `untimed`: the texts of the speed stage are written and not timed.
+        `what` is its name for the progress. `untimed`: the texts of the speed stage are written and
+        not timed.
         """
-        steps = {"texts": self._texts, "scores": self._scores, "tools": self._tools, "speed": self._speed}
+        steps = {
+            "texts": self._texts,
+            "scores": self._scores,
+            "tools": self._tools,
+            "speed": self._speed,
+        }
         step = self._timed_texts if untimed and stage.kind == "speed" else steps[stage.kind]
         step(stage, what or stage.name, deadline)
 
     def _texts(self, stage: Stage, what: str, deadline: float) -> None:
-        """Run conversations; those of the first stage all at once, since they ask whether streams mix."""
+        """Run conversations; those of the first stage all at once, since they ask whether streams
+        mix.
+        """
         plan = self.plan
         context = Context(self.chat, token_budget=plan.token_budget, thinking=plan.thinking)
         parallel = len(stage.tasks) if stage.name == FIRST else plan.parallel
@@ -580,10 +710,19 @@ class Measurement:
                 self._keep(outcome)
                 advance()
 
-            run_tasks(self.engine, stage.tasks, context, parallel=parallel, on_done=done, deadline=deadline)
+            run_tasks(
+                self.engine,
+                stage.tasks,
+                context,
+                parallel=parallel,
+                on_done=done,
+                deadline=deadline,
+            )
 
     def _scores(self, stage: Stage, what: str, deadline: float) -> None:
-        """Score the fixed texts, where the engine can score a prompt; in context, where it can count tokens too."""
+        """Score the fixed texts, where the engine can score a prompt; in context, where it can
+        count tokens too.
+        """
         able = self.engine.capabilities
         if reason := able.reason(Capability.SCORE):
             self._add(passages_skipped=reason)
@@ -591,8 +730,15 @@ class Measurement:
         if stage.context and (Capability.TOKENIZE not in able or self.record.passages_failed):
             return
         alone = not stage.context
-        scores = score_alone(self.engine, stage.texts) if alone else score_in_context(self.engine, stage.context)
-        with self.progress(what, stage.texts * (1 if alone else 2)) as advance, self._noting("passages"):
+        scores = (
+            score_alone(self.engine, stage.texts)
+            if alone
+            else score_in_context(self.engine, stage.context)
+        )
+        with (
+            self.progress(what, stage.texts * (1 if alone else 2)) as advance,
+            self._noting("passages"),
+        ):
             for score in scores:
                 self._add(passages=(score,))
                 advance()
@@ -627,7 +773,9 @@ class Measurement:
     def _timed_texts(self, stage: Stage, what: str, deadline: float) -> None:
         """Write the texts that `_speed` times: the reference for their grades."""
         streams = self.plan.concurrency
-        requests = timed_requests((stage.repeats + 1) * streams, self.plan.seed, self.chat)[streams:]
+        requests = timed_requests((stage.repeats + 1) * streams, self.plan.seed, self.chat)[
+            streams:
+        ]
         with self.progress(what, len(requests)) as advance:
             for reply in generate_all(self.engine, requests, self.plan.parallel, deadline):
                 self._add(timed=(to_timed_text(reply),))
@@ -645,7 +793,9 @@ class Measurement:
         """Why the engine cannot answer a probe; None where it can."""
         if not self.chat and Capability.CHAT in probe.needs:
             return self.engine.capabilities.reason(Capability.CHAT)
-        reasons = (self.engine.capabilities.reason(capability) for capability in sorted(probe.needs))
+        reasons = (
+            self.engine.capabilities.reason(capability) for capability in sorted(probe.needs)
+        )
         return next((reason for reason in reasons if reason is not None), None)
 
     def _keep(self, outcome: Outcome) -> None:
@@ -680,4 +830,6 @@ class Measurement:
 
 
 # Errors after which asking on makes no sense.
-_ENDS_THE_RUN = frozenset({"server.unreachable", "server.unauthorized", "server.model_unknown", "server.not_found"})
+_ENDS_THE_RUN = frozenset(
+    {"server.unreachable", "server.unauthorized", "server.model_unknown", "server.not_found"}
+)

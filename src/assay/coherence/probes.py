@@ -1,9 +1,12 @@
-"""What a model is asked: texts to score, facts to find in long ones, and the probes with the checks of their answers.
+"""What a model is asked: texts to score, facts to find in long ones, and the probes with the checks
+of their answers.
 
-Bits per byte of fixed texts: how well does the model predict plain text, by itself and deep in a context?
+Bits per byte of fixed texts: how well does the model predict plain text, by itself and deep in a
+context?
 
-A sane language model needs well under 2 bits for a byte of English; a broken one needs more, long before its text
-looks wrong. Against a reference, which scores the same texts, much smaller differences show.
+A sane language model needs well under 2 bits for a byte of English; a broken one needs more, long
+before its text looks wrong. Against a reference, which scores the same texts, much smaller
+differences show.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ def planned_tokens(texts: int, context: int) -> int:
 
 
 def score_alone(engine: Engine, count: int) -> Iterator[PassageScore]:
-    """Score the first `count` texts, each by itself; a few in one request where the engine takes that."""
+    """Score the first `count` texts, each by itself; a few in one request where the engine takes
+    that.
+    """
     for begin in range(0, count, _TOGETHER):
         part = passages()[begin : min(begin + _TOGETHER, count)]
         for index, scores in enumerate(score_all(engine, part), begin):
@@ -58,10 +63,12 @@ def score_alone(engine: Engine, count: int) -> Iterator[PassageScore]:
 
 
 def score_in_context(engine: Engine, context: int) -> Iterator[PassageScore]:
-    """Score the texts behind one another, twice: from the start, and behind a filler, up to `context` tokens.
+    """Score the texts behind one another, twice: from the start, and behind a filler, up to
+    `context` tokens.
 
-    One request scores all texts that fit, each at its own depth. Needs the engine's own tokenizer, to know which tokens
-    are those of which text; the second order begins with the second half of the texts.
+    One request scores all texts that fit, each at its own depth. Needs the engine's own tokenizer,
+    to know which tokens are those of which text; the second order begins with the second half of
+    the texts.
     """
     half = len(passages()) // 2
     orders = (list(range(len(passages()))), [*range(half, len(passages())), *range(half)])
@@ -74,8 +81,12 @@ def score_in_context(engine: Engine, context: int) -> Iterator[PassageScore]:
         yield from _score_together(engine, orders[1], "", context)
 
 
-def _score_together(engine: Engine, order: list[int], before: str, context: int) -> Generator[PassageScore, None, int]:
-    """Scores of the texts in this order behind `before`, as many as fit into `context` tokens; returns the tokens sent."""
+def _score_together(
+    engine: Engine, order: list[int], before: str, context: int
+) -> Generator[PassageScore, None, int]:
+    """Scores of the texts in this order behind `before`, as many as fit into `context` tokens;
+    returns the tokens sent.
+    """
     text, spans = before, list[tuple[int, int, int]]()
     for index in order:
         start = len(engine.tokenize(text)) if text else 0
@@ -93,7 +104,9 @@ def _score_together(engine: Engine, order: list[int], before: str, context: int)
     for index, start, end in spans:
         if not start:  # by itself, it was scored before
             continue
-        nats = -sum(value for value in logprobs[special + start : special + end] if value is not None)
+        nats = -sum(
+            value for value in logprobs[special + start : special + end] if value is not None
+        )
         yield PassageScore(_name(index), start, nats, len(passages()[index].encode()))
     return spans[-1][2]
 
@@ -102,11 +115,10 @@ def _name(index: int) -> str:
     return f"p{index:02d}"
 
 
-# -----------------------------------------------------------------------------
 # A fact hidden in a long text: a grid of depth × length from the server's own context length.
 #
-# The filler is varied (a paragraph repeated would make the needle stand out, and the cache idle), the needle looks
-# like its surroundings, and each cell has a fact of its own.
+# The filler is varied (a paragraph repeated would make the needle stand out, and the cache idle),
+# the needle looks like its surroundings, and each cell has a fact of its own.
 
 
 DEPTHS = (0.1, 0.5, 0.9)
@@ -116,33 +128,76 @@ _MARGIN_TOKENS = 128
 _CHARS_PER_TOKEN = 4
 
 _PEOPLE = (
-    "Anna", "Tomas", "Ines", "Marek", "Lucia", "Henrik", "Olga", "Samir", "Greta", "Paolo", "Nadia", "Viktor",
-)  # fmt: skip
+    "Anna",
+    "Tomas",
+    "Ines",
+    "Marek",
+    "Lucia",
+    "Henrik",
+    "Olga",
+    "Samir",
+    "Greta",
+    "Paolo",
+    "Nadia",
+    "Viktor",
+)
 _PLACES = (
-    "library", "harbour", "bakery", "town hall", "museum", "railway station", "market", "school", "hospital",
-)  # fmt: skip
+    "library",
+    "harbour",
+    "bakery",
+    "town hall",
+    "museum",
+    "railway station",
+    "market",
+    "school",
+    "hospital",
+)
 _THINGS = (
-    "lamp", "bicycle", "window", "ladder", "notice board", "water pipe", "door", "roof", "clock", "bench",
-)  # fmt: skip
+    "lamp",
+    "bicycle",
+    "window",
+    "ladder",
+    "notice board",
+    "water pipe",
+    "door",
+    "roof",
+    "clock",
+    "bench",
+)
 _DEEDS = (
     "repaired", "painted", "measured", "cleaned", "photographed", "moved", "replaced", "inspected",
     "described",
 )  # fmt: skip
 _WHEN = (
-    "on Monday", "before noon", "last winter", "after the rain", "in the evening", "at the end of May",
+    "on Monday",
+    "before noon",
+    "last winter",
+    "after the rain",
+    "in the evening",
+    "at the end of May",
     "early",
-)  # fmt: skip
+)
 _CODES = (
-    "heron", "walnut", "copper", "meadow", "lantern", "saffron", "granite", "willow", "falcon", "amber",
+    "heron",
+    "walnut",
+    "copper",
+    "meadow",
+    "lantern",
+    "saffron",
+    "granite",
+    "willow",
+    "falcon",
+    "amber",
     "violin",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class Needle:
     """Find one fact in a text of `lengths` tokens at `depths` of it.
 
-    `count_tokens` is the server's own tokenizer; without one, lengths are estimated from characters.
+    `count_tokens` is the server's own tokenizer; without one, lengths are estimated from
+    characters.
     """
 
     lengths: tuple[int, ...] = ()
@@ -166,7 +221,10 @@ class Needle:
         question = f"According to the text, which word opens the store room of the {place}?"
         yield Step(
             messages=(user(f"{text}\n\n{question} Answer with that one word."),),
-            prompt=f"{text}\n\nQuestion: {question}\nAnswer: The word that opens the store room of the {place} is",
+            prompt=(
+                f"{text}\n\nQuestion: {question}\nAnswer: The word that opens the store room of the"
+                f" {place} is"
+            ),
             max_tokens=_ANSWER_TOKENS,
         )
 
@@ -185,7 +243,8 @@ class Needle:
         needle = f"The word that opens the store room of the {place} is {code}."
         sentences = _sentences(f"{self.seed}/{variant}/filler", length)
         count = self.count_tokens or (lambda text: len(text) // _CHARS_PER_TOKEN)
-        # Tokens grow with sentences; two corrections bring the text close to the length that was asked for.
+        # Tokens grow with sentences; two corrections bring the text close to the length that was
+        # asked for.
         keep = len(sentences)
         for _ in range(2):
             tokens = max(count(" ".join(sentences[:keep])), 1)
@@ -220,24 +279,29 @@ def _parse(variant: str) -> tuple[int, float]:
 
 def _sentence(rng: random.Random) -> str:
     """One plain sentence of a town's chronicle; eight tokens or more in any tokenizer of the field."""
-    person, place, thing, deed, when = (rng.choice(words) for words in (_PEOPLE, _PLACES, _THINGS, _DEEDS, _WHEN))
+    person, place, thing, deed, when = (
+        rng.choice(words) for words in (_PEOPLE, _PLACES, _THINGS, _DEEDS, _WHEN)
+    )
     number = rng.randint(2, 97)
     return rng.choice(
         (
             f"{person} {deed} the {thing} of the {place} {when}.",
             f"The {thing} at the {place} was {deed} {when}, and it cost {number} crowns.",
             f"{when[0].upper()}{when[1:]}, {person} counted {number} visitors at the {place}.",
-            f"Nobody remembers who {deed} the {thing} behind the {place}, but {person} kept the bill.",
+            (
+                f"Nobody remembers who {deed} the {thing} behind the {place}, but {person} kept the"
+                " bill."
+            ),
             f"The {place} stayed open {when}, although its {thing} had to be {deed}.",
         )
     )
 
 
-# -----------------------------------------------------------------------------
 # The probes: what is asked, and checks of the answers.
 
 
-# Probes of one question and one answer: the three tiers of the field, a JSON list, another language.
+# Probes of one question and one answer: the three tiers of the field, a JSON list, another
+# language.
 
 
 @dataclass(frozen=True)
@@ -269,7 +333,9 @@ def names_paris(reply: Reply) -> AnswerCheck:
 
 
 def story_length(reply: Reply) -> AnswerCheck:
-    """A story of 300 words may have half or twice as many; scripts without spaces are not expected here."""
+    """A story of 300 words may have half or twice as many; scripts without spaces are not expected
+    here.
+    """
     words = len(answer_text(reply).split())
     return AnswerCheck("story_length", 100 <= words <= 700, f"{words} words, asked for 300")
 
@@ -277,7 +343,9 @@ def story_length(reply: Reply) -> AnswerCheck:
 def ends_by_itself(reply: Reply) -> AnswerCheck:
     """A short answer ends at the end-of-text token, not at the length limit."""
     return AnswerCheck(
-        "ends_by_itself", reply.finish_reason != "length", f"finish_reason {reply.finish_reason or 'missing'}"
+        "ends_by_itself",
+        reply.finish_reason != "length",
+        f"finish_reason {reply.finish_reason or 'missing'}",
     )
 
 
@@ -289,14 +357,18 @@ def code_parses(reply: Reply) -> AnswerCheck:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return AnswerCheck("code_parses", False, f"not valid Python: {error}")
     functions = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return AnswerCheck("code_parses", bool(functions), "" if functions else "no function is defined")
+    return AnswerCheck(
+        "code_parses", bool(functions), "" if functions else "no function is defined"
+    )
 
 
 _FENCE = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def extract_code(text: str) -> str:
-    """The first fenced block of `text`, else what follows the first line that begins a definition, else all of it."""
+    """The first fenced block of `text`, else what follows the first line that begins a definition,
+    else all of it.
+    """
     fenced = _FENCE.search(text)
     if fenced:
         return fenced.group(1)
@@ -317,10 +389,37 @@ def valid_json_list(reply: Reply) -> AnswerCheck:
     return AnswerCheck("valid_json_list", len(value) == 5, f"an array of {len(value)}, asked for 5")
 
 
-_SPANISH = frozenset([
-    "el", "la", "los", "las", "un", "una", "de", "del", "que", "y", "en", "es", "por",
-    "con", "para", "se", "al", "como", "más", "agua", "río", "mar", "sol", "nube", "lluvia", "vapor", "tierra",
-])  # fmt: skip
+_SPANISH = frozenset(
+    [
+        "el",
+        "la",
+        "los",
+        "las",
+        "un",
+        "una",
+        "de",
+        "del",
+        "que",
+        "y",
+        "en",
+        "es",
+        "por",
+        "con",
+        "para",
+        "se",
+        "al",
+        "como",
+        "más",
+        "agua",
+        "río",
+        "mar",
+        "sol",
+        "nube",
+        "lluvia",
+        "vapor",
+        "tierra",
+    ]
+)
 
 
 def answers_in_spanish(reply: Reply) -> AnswerCheck:
@@ -342,10 +441,13 @@ FRANCE = Question(
 STORY = Question(
     name="story",
     title="prose: a story of 300 words",
-    question="Write a story of about 300 words about a cat named Whiskers who discovers a rooftop garden.",
+    question=(
+        "Write a story of about 300 words about a cat named Whiskers who discovers a rooftop"
+        " garden."
+    ),
     prompt=(
-        "Whiskers and the Rooftop Garden\n\nA short story of about 300 words.\n\n"
-        "Whiskers was a grey cat who lived on the top floor of an old house in the city. One morning"
+        "Whiskers and the Rooftop Garden\n\nA short story of about 300 words.\n\nWhiskers was a"
+        " grey cat who lived on the top floor of an old house in the city. One morning"
     ),
     max_tokens=700,
     checks=(story_length,),
@@ -354,7 +456,10 @@ STORY = Question(
 FIBONACCI = Question(
     name="fibonacci",
     title="code: iterative Fibonacci with a docstring",
-    question="Write a Python function fibonacci(n) that returns the n-th Fibonacci number iteratively. Include a docstring.",
+    question=(
+        "Write a Python function fibonacci(n) that returns the n-th Fibonacci number iteratively."
+        " Include a docstring."
+    ),
     prompt=(
         "# Iterative Fibonacci numbers in Python.\n\ndef fibonacci(n):\n"
         '    """Return the n-th Fibonacci number, computed iteratively."""\n'
@@ -366,7 +471,9 @@ FIBONACCI = Question(
 JSON_LIST = Question(
     name="json_list",
     title="structure: a JSON list",
-    question="List five European rivers as a JSON array of strings. Reply with the JSON array only.",
+    question=(
+        "List five European rivers as a JSON array of strings. Reply with the JSON array only."
+    ),
     prompt='Five European rivers as a JSON array of strings:\n["Danube", "Rhine",',
     max_tokens=150,
     checks=(valid_json_list,),
@@ -385,7 +492,10 @@ SPANISH = Question(
 # A second turn in the same conversation: faults of caches and templates often show only there.
 
 _FIRST = "My dog is called Bruno and he is afraid of thunder. Give me three short tips to calm him."
-_SECOND = "Thank you. Now write two sentences to my neighbour about it. What was my dog's name again? Use it."
+_SECOND = (
+    "Thank you. Now write two sentences to my neighbour about it. What was my dog's name again?"
+    " Use it."
+)
 
 
 @dataclass(frozen=True)
@@ -402,12 +512,18 @@ class SecondTurn:
         """Two turns; the model's own first answer is handed back."""
         first = yield Step(messages=(user(_FIRST),), prompt=_FIRST, max_tokens=self.max_tokens)
         said = Message(role="assistant", content=first.content or "(no answer)")
-        yield Step(messages=(user(_FIRST), said, user(_SECOND)), prompt=_SECOND, max_tokens=self.max_tokens)
+        yield Step(
+            messages=(user(_FIRST), said, user(_SECOND)), prompt=_SECOND, max_tokens=self.max_tokens
+        )
 
     def check(self, replies: Sequence[Reply], variant: str) -> tuple[AnswerCheck, ...]:
         """The name from the first turn is remembered."""
         passed = "bruno" in answer_text(replies[-1]).casefold()
-        return (AnswerCheck("remembers_name", passed, "" if passed else "the second answer does not name Bruno"),)
+        return (
+            AnswerCheck(
+                "remembers_name", passed, "" if passed else "the second answer does not name Bruno"
+            ),
+        )
 
 
 # A tool call and the answer after its result.
@@ -441,7 +557,9 @@ class ToolUse:
     def talk(self, context: Context, variant: str) -> Talk:
         """Ask; if the model calls the tool, answer the call and read the final reply."""
         question = user(_QUESTION)
-        first = yield Step(messages=(question,), prompt=_QUESTION, max_tokens=self.max_tokens, tools=(WEATHER,))
+        first = yield Step(
+            messages=(question,), prompt=_QUESTION, max_tokens=self.max_tokens, tools=(WEATHER,)
+        )
         if not first.tool_calls:
             return
         call = first.tool_calls[0]
@@ -453,18 +571,24 @@ class ToolUse:
         yield Step(messages=turns, prompt=_QUESTION, max_tokens=self.max_tokens, tools=(WEATHER,))
 
     def check(self, replies: Sequence[Reply], variant: str) -> tuple[AnswerCheck, ...]:
-        """The right tool, arguments that parse, the city in them, and the result used in the answer.
+        """The right tool, arguments that parse, the city in them, and the result used in the
+        answer.
 
-        A whole call that the server left in the text is the model's call; that nothing parsed it is a finding of its own.
+        A whole call that the server left in the text is the model's call; that nothing parsed it is
+        a finding of its own.
         """
         calls = replies[0].tool_calls or read_calls(replies[0].content, {"get_weather"}).calls
         if not calls:
             return (AnswerCheck("calls_tool", False, "the answer holds no tool call"),)
-        checks = [AnswerCheck("calls_tool", calls[0].name == "get_weather", f"called {calls[0].name!r}")]
+        checks = [
+            AnswerCheck("calls_tool", calls[0].name == "get_weather", f"called {calls[0].name!r}")
+        ]
         try:
             arguments = json.loads(calls[0].arguments)
             city = str(arguments.get("city", "")) if isinstance(arguments, dict) else ""
-            checks.append(AnswerCheck("tool_arguments", "oslo" in city.casefold(), f"city {city!r}"))
+            checks.append(
+                AnswerCheck("tool_arguments", "oslo" in city.casefold(), f"city {city!r}")
+            )
         except ValueError:
             checks.append(AnswerCheck("tool_arguments", False, "the arguments are not JSON"))
         if len(replies) > 1:
@@ -474,7 +598,8 @@ class ToolUse:
 
 
 _EIGHTEEN = re.compile(
-    r"(?<![\d.,:])(?<![\s(][-\u2212])(?<!\A[-\u2212])(?:18(?:[.,\u066b]0+)?|64(?:[.,]4)?(?=\s*(?:°\s*F|℉|degrees F|Fahrenheit)))"
+    r"(?<![\d.,:])(?<![\s(][-\u2212])(?<!\A[-\u2212])(?:18(?:[.,\u066b]0+)?|64(?:[.,]4)?(?=\s*(?:°\s*F|℉|degrees"
+    r" F|Fahrenheit)))"
     r"(?![\d:]|[.,\u066b]\d)|\b(?:eighteen|achtzehn|dix-huit|dieciocho|diciotto|dezoito|achttien|arton|atten"
     r"|osiemnaście|восемнадцать)\b|十八|열여덟",
     re.IGNORECASE,
@@ -482,14 +607,17 @@ _EIGHTEEN = re.compile(
 
 
 def says_18_degrees(text: str) -> bool:
-    """Whether a text names 18 °C: in digits of any script, with a decimal point or comma, in words, or in Fahrenheit."""
+    """Whether a text names 18 °C: in digits of any script, with a decimal point or comma, in words,
+    or in Fahrenheit.
+    """
     digits = (str(unicodedata.decimal(char)) if char.isdecimal() else char for char in text)
     return bool(_EIGHTEEN.search("".join(digits)))
 
 
 # Many requests at the same moment: faults of batching show only there.
 
-# Short facts that a small model knows, one a stream, so that an answer to another stream's question is seen.
+# Short facts that a small model knows, one a stream, so that an answer to another stream's question
+# is seen.
 FACTS = (
     ("What do bees make?", "Bees make", "honey"),
     ("What is the chemical formula of water?", "The chemical formula of water is", "h2o"),
@@ -538,8 +666,16 @@ def _fact(variant: str) -> tuple[str, str, str]:
 
 
 NAMES = (
-    "france", "story", "fibonacci", "json_list", "spanish", "second_turn", "tool_call", "needle", "burst",
-)  # fmt: skip
+    "france",
+    "story",
+    "fibonacci",
+    "json_list",
+    "spanish",
+    "second_turn",
+    "tool_call",
+    "needle",
+    "burst",
+)
 
 
 def standard_probes(
@@ -550,6 +686,20 @@ def standard_probes(
     seed: int,
     count_tokens: Callable[[str], int] | None,
 ) -> tuple[Probe, ...]:
-    """All probes, fitted to one subject; the burst comes last, since it wants the server for itself."""
-    needle = Needle(lengths=needle_lengths(max_model_len, longest_needle), seed=seed, count_tokens=count_tokens)
-    return (FRANCE, STORY, FIBONACCI, JSON_LIST, SPANISH, SecondTurn(), ToolUse(), needle, Burst(streams=streams))
+    """All probes, fitted to one subject; the burst comes last, since it wants the server for
+    itself.
+    """
+    needle = Needle(
+        lengths=needle_lengths(max_model_len, longest_needle), seed=seed, count_tokens=count_tokens
+    )
+    return (
+        FRANCE,
+        STORY,
+        FIBONACCI,
+        JSON_LIST,
+        SPANISH,
+        SecondTurn(),
+        ToolUse(),
+        needle,
+        Burst(streams=streams),
+    )

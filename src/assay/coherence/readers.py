@@ -1,7 +1,8 @@
-"""What each API's bodies and events say, added to the answers under construction: one function for each API.
+"""What each API's bodies and events say, added to the answers under construction: one function for
+each API.
 
-A reader is offered one JSON value, adds what it understands to the answers of an `Assembly`, and says whether it
-understood. A new API is one function and one entry in `READERS`.
+A reader is offered one JSON value, adds what it understands to the answers of an `Assembly`, and
+says whether it understood. A new API is one function and one entry in `READERS`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from assay.coherence.reading import Assembly, Value, finish, has, json_values, s
 
 
 def openai(value: Value, out: Assembly) -> bool:
-    """Chat completions and completions, bodies and chunks, of every server that speaks this dialect."""
+    """Chat completions and completions, bodies and chunks, of every server that speaks this
+    dialect.
+    """
     choices = value.get("choices")
-    if choices == [] and set(value) <= _OPENAI_KEYS and value.get("object") in (None, *_OPENAI_OBJECTS):
+    if (
+        choices == []
+        and set(value) <= _OPENAI_KEYS
+        and value.get("object") in (None, *_OPENAI_OBJECTS)
+    ):
         return True  # the chunk that carries the usage
     fields = ("message", "delta", "text", "finish_reason")
     if not isinstance(choices, list) or not choices or not all(has(c, fields) for c in choices):
@@ -30,30 +37,59 @@ def openai(value: Value, out: Assembly) -> bool:
             answer = out.in_turn(*key)  # another body under the same id
         message = choice.get("message") or choice.get("delta")
         out.disorder |= answer.whole and has(message) and bool(message.get("content"))
-        if not value.get("id") and has(message) and not any(message[k] for k in message if k != "role"):
+        if (
+            not value.get("id")
+            and has(message)
+            and not any(message[k] for k in message if k != "role")
+        ):
             # A stream begins; servers that name the role again in every event send text beside it.
             begun = ("begun", *map(str, key), str(out.turns.get(tuple(map(str, key)))))
-            out.overlapping |= begun in out.turns and not choice.get("finish_reason") and "role" in message
+            out.overlapping |= (
+                begun in out.turns and not choice.get("finish_reason") and "role" in message
+            )
             out.turns[begun] = 1
         speech(message if has(message) else {"content": choice.get("text")}, answer)
         finish(answer, choice.get("finish_reason"))
     return True
 
 
-_OPENAI_OBJECTS = ("chat.completion", "chat.completion.chunk", "text_completion", "text_completion.chunk")
+_OPENAI_OBJECTS = (
+    "chat.completion",
+    "chat.completion.chunk",
+    "text_completion",
+    "text_completion.chunk",
+)
 _OPENAI_KEYS = {
-    "id", "object", "created", "model", "choices", "usage", "system_fingerprint", "service_tier", "error", "provider",
-    "prompt_logprobs", "prompt_token_ids", "kv_transfer_params", "metadata", "timings", "prompt_filter_results"
-}  # fmt: skip
+    "id",
+    "object",
+    "created",
+    "model",
+    "choices",
+    "usage",
+    "system_fingerprint",
+    "service_tier",
+    "error",
+    "provider",
+    "prompt_logprobs",
+    "prompt_token_ids",
+    "kv_transfer_params",
+    "metadata",
+    "timings",
+    "prompt_filter_results",
+}
 
 
 def responses(value: Value, out: Assembly) -> bool:
-    """OpenAI's Responses: the body, and the typed events of its stream. A completed response replaces its events."""
+    """OpenAI's Responses: the body, and the typed events of its stream. A completed response
+    replaces its events.
+    """
     kind = value.get("type")
     if isinstance(kind, str) and kind.startswith("response."):
         return _response_event(kind, value, out)
     items = value.get("output")
-    if not isinstance(items, list) or (value.get("object") != "response" and "model_instance_id" not in value):
+    if not isinstance(items, list) or (
+        value.get("object") != "response" and "model_instance_id" not in value
+    ):
         return False  # the second is LM Studio's own
     answer = out.answer("response", value.get("id"))
     for place, item in enumerate(i for i in items if has(i)):
@@ -127,9 +163,14 @@ def anthropic(value: Value, out: Assembly) -> bool:
 
 
 _ANTHROPIC_EVENTS = {
-    "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
-    "message_stop", "ping"
-}  # fmt: skip
+    "message_start",
+    "content_block_start",
+    "content_block_delta",
+    "content_block_stop",
+    "message_delta",
+    "message_stop",
+    "ping",
+}
 
 
 def ollama(value: Value, out: Assembly) -> bool:
@@ -137,7 +178,9 @@ def ollama(value: Value, out: Assembly) -> bool:
     if "done" not in value or not has(value, ("message", "response")):
         return False
     answer = out.in_turn(value.get("model"))
-    message = value.get("message", {"content": value.get("response"), "thinking": value.get("thinking")})
+    message = value.get(
+        "message", {"content": value.get("response"), "thinking": value.get("thinking")}
+    )
     speech(message if has(message) else {}, answer)
     finish(answer, value["done"] and (value.get("done_reason") or "stop"))
     out.notice_second_end(value.get("model"))
@@ -145,8 +188,14 @@ def ollama(value: Value, out: Assembly) -> bool:
 
 
 def tgi(value: Value, out: Assembly) -> bool:
-    """Text Generation Inference and transformers' pipelines. The last event of a stream holds the whole text."""
-    whole, token, details = value.get("generated_text"), value.get("token"), value.get("details") or {}
+    """Text Generation Inference and transformers' pipelines. The last event of a stream holds the
+    whole text.
+    """
+    whole, token, details = (
+        value.get("generated_text"),
+        value.get("token"),
+        value.get("details") or {},
+    )
     if isinstance(whole, list):  # a pipeline that was given a conversation
         return all(message(said, out) for said in whole if has(said))
     if isinstance(whole, str):
@@ -155,7 +204,10 @@ def tgi(value: Value, out: Assembly) -> bool:
             for key in [key for key in out.answers if key[0] == "tokens"]:
                 del out.answers[key]
             out.overlapping = False
-        for best in [{"generated_text": whole, **details}, *(details.get("best_of_sequences") or ())]:
+        for best in [
+            {"generated_text": whole, **details},
+            *(details.get("best_of_sequences") or ()),
+        ]:
             answer = out.answer("text", len(out.answers) + 1)
             answer.content.append(string(best.get("generated_text")))
             finish(answer, best.get("finish_reason"))
@@ -164,7 +216,9 @@ def tgi(value: Value, out: Assembly) -> bool:
     if not has(token, ("text",)):
         return False
     _count_token(value.get("index"), out)
-    out.answer("tokens", out.turn).content.append("" if token.get("special") else string(token["text"]))
+    out.answer("tokens", out.turn).content.append(
+        "" if token.get("special") else string(token["text"])
+    )
     return True
 
 
@@ -212,7 +266,9 @@ def gemini(value: Value, out: Assembly) -> bool:
     if candidates is None and has(feedback, ("blockReason",)):
         out.errors.append(f"the prompt was blocked: {feedback['blockReason']}")
         return True
-    if not isinstance(candidates, list) or not all(has(c, ("content", "finishReason")) for c in candidates):
+    if not isinstance(candidates, list) or not all(
+        has(c, ("content", "finishReason")) for c in candidates
+    ):
         return False
     for place, candidate in enumerate(candidates):
         answer = out.answer(value.get("responseId"), f"candidate {candidate.get('index', place)}")
@@ -255,7 +311,11 @@ def cohere(value: Value, out: Assembly) -> bool:
             answer.content.append(string(value.get("text")))
         finish(answer, value.get("finish_reason"))
         return True
-    if not isinstance(kind, str) or kind not in _COHERE_EVENTS or ("delta" not in value and not kind.endswith("-end")):
+    if (
+        not isinstance(kind, str)
+        or kind not in _COHERE_EVENTS
+        or ("delta" not in value and not kind.endswith("-end"))
+    ):
         return False
     answer = out.in_turn("message")
     if has(piece):
@@ -269,14 +329,28 @@ def cohere(value: Value, out: Assembly) -> bool:
 
 
 _COHERE_EVENTS = {
-    "message-start", "content-start", "content-delta", "content-end", "message-end", "tool-plan-delta", "tool-call-start",
-    "tool-call-delta", "tool-call-end", "citation-start", "citation-end"
-}  # fmt: skip
+    "message-start",
+    "content-start",
+    "content-delta",
+    "content-end",
+    "message-end",
+    "tool-plan-delta",
+    "tool-call-start",
+    "tool-call-delta",
+    "tool-call-end",
+    "citation-start",
+    "citation-end",
+}
 
 
 def plain(value: Value, out: Assembly) -> bool:
-    """APIs with one text under a key of their own: Triton, Bedrock, the older ones of Anthropic and Cohere, LMDeploy."""
-    key = next((k for k, beside in _PLAIN.items() if isinstance(value.get(k), str) and has(value, beside)), None)
+    """APIs with one text under a key of their own: Triton, Bedrock, the older ones of Anthropic and
+    Cohere, LMDeploy.
+    """
+    key = next(
+        (k for k, beside in _PLAIN.items() if isinstance(value.get(k), str) and has(value, beside)),
+        None,
+    )
     if key is None:
         return False
     reasons = [value[name] for name in _REASON_KEYS if name in value]
@@ -287,19 +361,34 @@ def plain(value: Value, out: Assembly) -> bool:
 
 
 _PLAIN = {
-    "text_output": ("model_name", "model_version"), "generation": ("generation_token_count", "prompt_token_count"),
-    "completion": ("stop_reason", "log_id"), "text": ("generation_id", "history_tokens", "finish_reason", "finishReason"),
-    "token": ("finish_reason",), "response": ("p", "usage"), "result": ("is_truncated", "need_clear_history")
-}  # fmt: skip
+    "text_output": ("model_name", "model_version"),
+    "generation": ("generation_token_count", "prompt_token_count"),
+    "completion": ("stop_reason", "log_id"),
+    "text": ("generation_id", "history_tokens", "finish_reason", "finishReason"),
+    "token": ("finish_reason",),
+    "response": ("p", "usage"),
+    "result": ("is_truncated", "need_clear_history"),
+}
 """The key of the text, and keys of which one stands beside it."""
 _REASON_KEYS = ("finish_reason", "stop_reason", "completionReason", "finishReason")
 
 
 def results(value: Value, out: Assembly) -> bool:
     """Lists of texts: KoboldCpp, Bedrock, KServe, Vertex, Cog."""
-    name = next((k for k in ("results", "outputs", "predictions", "output", "generated_text") if k in value), None)
+    name = next(
+        (
+            k
+            for k in ("results", "outputs", "predictions", "output", "generated_text")
+            if k in value
+        ),
+        None,
+    )
     items = value.get(name) if name else None
-    if name is None or set(value) - {name} - _RESULT_KEYS or not isinstance(items, list | str | None):
+    if (
+        name is None
+        or set(value) - {name} - _RESULT_KEYS
+        or not isinstance(items, list | str | None)
+    ):
         return False
     if not items and not isinstance(items, str):
         out.textless += 1
@@ -309,10 +398,17 @@ def results(value: Value, out: Assembly) -> bool:
         if len(value) == 1 and name == "results":
             return False  # any list
         items = ["".join(items)] if name == "output" else items
-    if not all(isinstance(item, str) or (has(item, _RESULT_TEXTS) and set(item) <= _RESULT_KEYS) for item in items):
+    if not all(
+        isinstance(item, str) or (has(item, _RESULT_TEXTS) and set(item) <= _RESULT_KEYS)
+        for item in items
+    ):
         return False
     for number, item in enumerate(items):
-        answer = out.answer("result", number + 1) if len(items) > 1 else out.answer("result", len(out.answers))
+        answer = (
+            out.answer("result", number + 1)
+            if len(items) > 1
+            else out.answer("result", len(out.answers))
+        )
         text = item if isinstance(item, str) else next(item[k] for k in _RESULT_TEXTS if k in item)
         answer.content.append(string(text))
         reasons = [] if isinstance(item, str) else [item[k] for k in _REASON_KEYS if item.get(k)]
@@ -322,15 +418,51 @@ def results(value: Value, out: Assembly) -> bool:
 
 _RESULT_TEXTS = ("text", "outputText", "generated_text", "content", "data")
 _RESULT_KEYS = {
-    *_RESULT_TEXTS, *_REASON_KEYS, "logprobs", "prompt_tokens", "completion_tokens", "tokenCount", "inputTextTokenCount",
-    "name", "datatype", "shape", "parameters", "citationMetadata", "safetyAttributes", "metadata", "id", "model", "version",
-    "model_name", "model_version", "deployedModelId", "modelDisplayName", "modelVersionId", "status", "error", "metrics",
-    "logs", "urls", "input", "model_id", "generated_token_count", "input_token_count", "system", "created_at", "started_at", "completed_at", "data_removed", "stream", "webhook"
-}  # fmt: skip
+    *_RESULT_TEXTS,
+    *_REASON_KEYS,
+    "logprobs",
+    "prompt_tokens",
+    "completion_tokens",
+    "tokenCount",
+    "inputTextTokenCount",
+    "name",
+    "datatype",
+    "shape",
+    "parameters",
+    "citationMetadata",
+    "safetyAttributes",
+    "metadata",
+    "id",
+    "model",
+    "version",
+    "model_name",
+    "model_version",
+    "deployedModelId",
+    "modelDisplayName",
+    "modelVersionId",
+    "status",
+    "error",
+    "metrics",
+    "logs",
+    "urls",
+    "input",
+    "model_id",
+    "generated_token_count",
+    "input_token_count",
+    "system",
+    "created_at",
+    "started_at",
+    "completed_at",
+    "data_removed",
+    "stream",
+    "webhook",
+}
 
 
 def ai_sdk(value: Value, out: Assembly) -> bool:
-    """The AI SDK's data stream (`0:"text"`, `d:{…}`, cut into parts by `reading`) and the typed events that followed it."""
+    """The AI SDK's data stream (`0:"text"`, `d:{…}`, cut into parts by `reading`) and the typed
+    events that followed it.
+    """
     inner: Any = value.get("value")
     part, kind = value.get("ai_sdk"), value.get("type")
     if part is None:
@@ -342,16 +474,22 @@ def ai_sdk(value: Value, out: Assembly) -> bool:
     elif part == "3":
         out.errors.append(str(inner))
     elif part in "de":
-        if out.is_open("message") or not out.answers:  # a step ends, or all of them, of which the last has ended
+        if (
+            out.is_open("message") or not out.answers
+        ):  # a step ends, or all of them, of which the last has ended
             going_on = part == "e" and inner.get("isContinued")
-            finish(out.in_turn("message"), None if going_on else inner.get("finishReason") or "stop")
+            finish(
+                out.in_turn("message"), None if going_on else inner.get("finishReason") or "stop"
+            )
         out.open -= part == "e" and out.open > 0
     elif part in "0g":
         answer = out.in_turn("message")
         (answer.content if part == "0" else answer.reasoning).append(str(inner))
     elif part in "9bc":
         out.in_turn("message").call(
-            inner.get("toolCallId"), inner.get("toolName"), inner.get("args", inner.get("argsTextDelta"))
+            inner.get("toolCallId"),
+            inner.get("toolName"),
+            inner.get("args", inner.get("argsTextDelta")),
         )
     elif part == "4":
         speech(inner, out.in_turn("message"))
@@ -369,25 +507,47 @@ def _ai_sdk_event(kind: str, value: Value, out: Assembly) -> bool:
         finish(out.in_turn("message"), value.get("finishReason") or "stop")
         out.open -= out.open > 0
     elif kind.startswith("tool-input"):
-        inner = value.get("inputTextDelta", value.get("input") if kind == "tool-input-available" else None)
+        inner = value.get(
+            "inputTextDelta", value.get("input") if kind == "tool-input-available" else None
+        )
         answer = out.in_turn("message")
         if kind != "tool-input-available" or str(value.get("toolCallId")) not in answer.calls:
             answer.call(value.get("toolCallId"), value.get("toolName"), inner)
     elif kind.endswith("-delta"):
-        answer, text = out.in_turn("message"), value.get("delta", value.get("text", value.get("textDelta")))
+        answer, text = (
+            out.in_turn("message"),
+            value.get("delta", value.get("text", value.get("textDelta"))),
+        )
         (answer.reasoning if kind.startswith("reasoning") else answer.content).append(string(text))
     return True
 
 
 _AI_SDK_EVENTS = {
-    "start", "start-step", "text-start", "text-delta", "text-end", "reasoning-start", "reasoning-delta", "reasoning-end",
-    "tool-input-start", "tool-input-delta", "tool-input-available", "tool-output-available", "finish-step", "finish",
-    "abort", "message-metadata", "step-start", "step-finish"
-}  # fmt: skip
+    "start",
+    "start-step",
+    "text-start",
+    "text-delta",
+    "text-end",
+    "reasoning-start",
+    "reasoning-delta",
+    "reasoning-end",
+    "tool-input-start",
+    "tool-input-delta",
+    "tool-input-available",
+    "tool-output-available",
+    "finish-step",
+    "finish",
+    "abort",
+    "message-metadata",
+    "step-start",
+    "step-finish",
+}
 
 
 def text_events(value: Value, out: Assembly) -> bool:
-    """Server-sent events that carry plain text, as Replicate and many small servers send them (cut out by `reading`)."""
+    """Server-sent events that carry plain text, as Replicate and many small servers send them (cut
+    out by `reading`).
+    """
     if set(value) != {"sse", "data"}:
         return False
     if value["sse"] == "error":
@@ -400,9 +560,16 @@ def text_events(value: Value, out: Assembly) -> bool:
 
 
 def replicate(value: Value, out: Assembly) -> bool:
-    """A prediction of Replicate or of a Cog container, alone, in a list of them, or as their webhook sends it."""
+    """A prediction of Replicate or of a Cog container, alone, in a list of them, or as their
+    webhook sends it.
+    """
     listed = value.get("results")
-    if isinstance(listed, list) and listed and all(has(v, ("status",)) for v in listed) and "next" in value:
+    if (
+        isinstance(listed, list)
+        and listed
+        and all(has(v, ("status",)) for v in listed)
+        and "next" in value
+    ):
         return all(replicate(prediction, out) for prediction in listed)
     status, output = value.get("status"), value.get("output")
     if status not in _PREDICTION or not set(value) <= _PREDICTION_KEYS:
@@ -412,7 +579,9 @@ def replicate(value: Value, out: Assembly) -> bool:
     elif status != "succeeded":
         out.errors.append(str(value.get("error") or f"the prediction is {status}"))
     pieces = output if isinstance(output, list) else [output]
-    if not all(piece is None or isinstance(piece, str) or has(piece, _RESULT_TEXTS) for piece in pieces):
+    if not all(
+        piece is None or isinstance(piece, str) or has(piece, _RESULT_TEXTS) for piece in pieces
+    ):
         out.textless += 1
     elif output or status == "succeeded":
         answer = out.answer("prediction", value.get("id") or len(out.answers) + 1)
@@ -423,14 +592,34 @@ def replicate(value: Value, out: Assembly) -> bool:
 
 _PREDICTION = ("starting", "processing", "succeeded", "failed", "canceled", "aborted")
 _PREDICTION_KEYS = {
-    "id", "model", "version", "input", "output", "status", "error", "logs", "metrics", "urls", "created_at", "started_at",
-    "completed_at", "data_removed", "source", "webhook", "webhook_events_filter", "stream", "deployment", "deadline",
-    "output_file_prefix"
-}  # fmt: skip
+    "id",
+    "model",
+    "version",
+    "input",
+    "output",
+    "status",
+    "error",
+    "logs",
+    "metrics",
+    "urls",
+    "created_at",
+    "started_at",
+    "completed_at",
+    "data_removed",
+    "source",
+    "webhook",
+    "webhook_events_filter",
+    "stream",
+    "deployment",
+    "deadline",
+    "output_file_prefix",
+}
 
 
 def webui(value: Value, out: Assembly) -> bool:
-    """text-generation-webui: the history of a chat as its API and its log files write it, and its streams."""
+    """text-generation-webui: the history of a chat as its API and its log files write it, and its
+    streams.
+    """
     event, listed = value.get("event"), value.get("results")
     if event == "text_stream" and "history" not in value and isinstance(value.get("text"), str):
         _count_token(value.get("message_num"), out)
@@ -457,14 +646,20 @@ def webui(value: Value, out: Assembly) -> bool:
 
 
 def lm_eval(value: Value, out: Assembly) -> bool:
-    """A line of the samples that lm-evaluation-harness logs. Scores of given answers are no text of the model's."""
+    """A line of the samples that lm-evaluation-harness logs. Scores of given answers are no text of
+    the model's.
+    """
     if has(value.get("results")) and has(value.get("configs")):
         out.textless += 1  # its table of scores
         return True
-    if not has(value, ("resps", "filtered_resps")) or not has(value, ("doc_id", "doc", "target", "arguments")):
+    if not has(value, ("resps", "filtered_resps")) or not has(
+        value, ("doc_id", "doc", "target", "arguments")
+    ):
         return False
     said = value.get("resps", value.get("filtered_resps"))
-    texts = [t for request in (said if isinstance(said, list) else [said]) for t in _leaves(request)]
+    texts = [
+        t for request in (said if isinstance(said, list) else [said]) for t in _leaves(request)
+    ]
     if not texts or not all(isinstance(text, str) for text in texts):
         out.textless += 1
         return True
@@ -497,9 +692,15 @@ def archive(value: Value, out: Assembly) -> bool:
 
 def wrapped(value: Value, out: Assembly) -> bool:
     """A line of a batch or of a log of requests, with the body inside."""
-    inner = next((value[k] for k in ("response", "body", "result", "output") if has(value.get(k))), None)
+    inner = next(
+        (value[k] for k in ("response", "body", "result", "output") if has(value.get(k))), None
+    )
     seen = set(out.answers)
-    if inner is not None and value.get("success") is True and isinstance(inner.get("response"), str):
+    if (
+        inner is not None
+        and value.get("success") is True
+        and isinstance(inner.get("response"), str)
+    ):
         inner = {"usage": None, **inner}  # Cloudflare's
     if inner is None or not read(inner, out):
         return False
@@ -521,26 +722,61 @@ def error(value: Value, out: Assembly) -> bool:
 
 
 def _refused(value: Value) -> Any:
-    """What an object without the key `error` says of a failure: its status, `success`, or its words tell that it is one."""
+    """What an object without the key `error` says of a failure: its status, `success`, or its words
+    tell that it is one.
+    """
     said = value.get("message") or value.get("title") or value.get("errors") or value.get("msg")
-    status = next((value[k] for k in ("status", "code", "statusCode", "status_code") if k in value), None)
+    status = next(
+        (value[k] for k in ("status", "code", "statusCode", "status_code") if k in value), None
+    )
     failed = (
-        value.get("object") == "error" or value.get("success") is False or (isinstance(status, int) and status >= 400)
+        value.get("object") == "error"
+        or value.get("success") is False
+        or (isinstance(status, int) and status >= 400)
     )
     short = isinstance(said, str) and len(said) < 200 and len(value) == 1 and _FAILED.search(said)
     return said if failed or short else None
 
 
 _FAILED = re.compile(
-    r"\A(?:unauthori[sz]ed|forbidden|not found|bad (?:request|gateway)|missing |invalid |no (?:route|such|healthy)|internal server"
-    r"|too many requests|service unavailable|gateway time)|rate limit|quota|timed out|access denied|authentication|api key",
+    r"\A(?:unauthori[sz]ed|forbidden|not found|bad (?:request|gateway)|missing |invalid |no"
+    r" (?:route|such|healthy)|internal server"
+    r"|too many requests|service unavailable|gateway time)|rate limit|quota|timed out|access"
+    r" denied|authentication|api key",
     re.IGNORECASE,
 )
 _ERROR_KEYS = {
-    "title", "fault", "result", "messages", "statusCode", "msg", "instance", "traceId",
-    "error", "error_type", "errors", "detail", "message", "object", "type", "param", "code", "status", "status_code", "id",
-    "request_id", "custom_id", "timestamp", "path", "success", "sequence_number", "event_id", "response", "model", "created"
-}  # fmt: skip
+    "title",
+    "fault",
+    "result",
+    "messages",
+    "statusCode",
+    "msg",
+    "instance",
+    "traceId",
+    "error",
+    "error_type",
+    "errors",
+    "detail",
+    "message",
+    "object",
+    "type",
+    "param",
+    "code",
+    "status",
+    "status_code",
+    "id",
+    "request_id",
+    "custom_id",
+    "timestamp",
+    "path",
+    "success",
+    "sequence_number",
+    "event_id",
+    "response",
+    "model",
+    "created",
+}
 
 Reader = Callable[[Value, Assembly], bool]
 READERS: dict[str, Reader] = {

@@ -1,6 +1,8 @@
-"""Read one file of model output in bounded memory: its bytes as text, and the JSON values of a body or a stream.
+"""Read one file of model output in bounded memory: its bytes as text, and the JSON values of a body
+or a stream.
 
-What was odd (broken bytes, NULs, an event that is no JSON, a value that breaks off) is kept beside what was read.
+What was odd (broken bytes, NULs, an event that is no JSON, a value that breaks off) is kept beside
+what was read.
 """
 
 from __future__ import annotations
@@ -21,13 +23,20 @@ from typing import Any, TypeGuard
 from assay.errors import AssayError
 
 MAX_BYTES = 16 * 2**20
-"""Bytes of one file that are read; of a longer one the beginning is graded, and the report says so."""
+"""Bytes of one file that are read; of a longer one the beginning is graded, and the report says so.
+"""
 FIFO_WAIT_S = 10.0
 """Seconds that a named pipe may stay silent."""
 _ALLOWED_INVALID = 0.1
-_BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
+_BOMS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
 _HOLE = re.compile(rb"\A\0+|\0{16,}|\0+\Z")
-_INNER_NUL = re.compile(rb"(?<=[^}\]\n\0])\0{1,3}(?=[^{\[\n\0])")  # elsewhere one may stand between two values
+_INNER_NUL = re.compile(
+    rb"(?<=[^}\]\n\0])\0{1,3}(?=[^{\[\n\0])"
+)  # elsewhere one may stand between two values
 _CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x7f]")
 LEAST_BESIDE_HOLES = 16
 
@@ -55,7 +64,9 @@ def read_text(path: str) -> Reading:
 
 
 def decode(data: bytes, path: str, *, truncated: bool = False) -> Reading:
-    """Bytes as text: UTF-8, with or without a byte order mark, or UTF-16 with one. Broken bytes become U+FFFD."""
+    """Bytes as text: UTF-8, with or without a byte order mark, or UTF-16 with one. Broken bytes
+    become U+FFFD.
+    """
     bom, encoding = next(((b, name) for b, name in _BOMS if data.startswith(b)), (b"", "utf-8"))
     data = data[len(bom) :]
     holes = 0
@@ -135,7 +146,9 @@ MOST_SPREAD = 20
 
 @dataclass
 class Parsed:
-    """The JSON values of a text; whether they are the events of a stream; how much of it could not be read."""
+    """The JSON values of a text; whether they are the events of a stream; how much of it could not
+    be read.
+    """
 
     values: list[Any] = field(default_factory=list)
     stream: bool = False
@@ -147,7 +160,9 @@ class Parsed:
 
 
 def http_head(text: str) -> tuple[int, str]:
-    """The status in the header lines that `curl -i` saves, 0 where there are none, and the text after them."""
+    """The status in the header lines that `curl -i` saves, 0 where there are none, and the text
+    after them.
+    """
     head = _HTTP_HEAD.match(text)
     status = int(re.findall(r"^HTTP/\S+ (\d{3})", head.group(), re.MULTILINE)[-1]) if head else 0
     body = text[head.end() if head else 0 :]
@@ -160,7 +175,9 @@ _CHUNK = re.compile(r"(?:^|(?<=\n))[0-9a-fA-F]{1,6}\r?\n")
 
 
 def without_noise(text: str) -> str:
-    """The text without what terminals, logs and chats put around a body: commands, meters, labels, fences, prefixes."""
+    """The text without what terminals, logs and chats put around a body: commands, meters, labels,
+    fences, prefixes.
+    """
     if fenced := _FENCED.match(text):
         text = fenced.group(1)
     if _COMMAND.match(text):
@@ -170,7 +187,9 @@ def without_noise(text: str) -> str:
     lines = text[:8000].splitlines()
     if 2 * sum(bool(_PRINTED_BYTES.match(line)) for line in lines) > len(lines):
         return _PRINTED_BYTES.sub(lambda m: _literal(m.group(1), m.group()), text)
-    if 2 * sum(bool(_LOGGED.match(line)) for line in lines) > len([line for line in lines if line.strip()]):
+    if 2 * sum(bool(_LOGGED.match(line)) for line in lines) > len(
+        [line for line in lines if line.strip()]
+    ):
         text = _LOGGED.sub("", text)
     return text.strip()
 
@@ -178,7 +197,8 @@ def without_noise(text: str) -> str:
 _FENCED = re.compile(r"\A(?:[^\n]{0,80}\n+)?```\w*\n(.*)\n```\s*\Z", re.DOTALL)
 _COMMAND = re.compile(r"(?:[\w@:~./-]*[$#>%] ?)?(?:curl|wget|http|xh|time curl) ")
 _NOISE = re.compile(
-    r"(?:\s*|[*<>] ?[^\n\"]*|[{}] \[[^\n]*|\s*% Total[^\n]*|\s*Dload  Upload[^\n]*|[ \d.kMG]+[\d:\- .kMG]*|[A-Z][\w ]{0,40}:\s*)\r?\n"
+    r"(?:\s*|[*<>] ?[^\n\"]*|[{}] \[[^\n]*|\s*% Total[^\n]*|\s*Dload  Upload[^\n]*|[ \d.kMG]+[\d:\-"
+    r" .kMG]*|[A-Z][\w ]{0,40}:\s*)\r?\n"
     r"|[A-Z][\w ]{0,40}: (?=[{\[])"
 )
 _PRINTED_BYTES = re.compile(r"^(b(?:'[^\n]*'|\"[^\n]*\"))[ \t]*$", re.MULTILINE)
@@ -186,7 +206,9 @@ _LOGGED = re.compile(r"^[^\n{}\"]{1,80}?(?=data: ?(?:[{\[]))", re.MULTILINE)
 
 
 def _after_command(text: str) -> str:
-    """What follows a shell command: it ends with its line, unless a quote is open or a backslash ends the line."""
+    """What follows a shell command: it ends with its line, unless a quote is open or a backslash
+    ends the line.
+    """
     quote = ""
     for at, mark in enumerate(text[:20_000]):
         if quote:
@@ -203,12 +225,22 @@ def _literal(source: str, otherwise: str) -> str:
         value = ast.literal_eval(source)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return otherwise
-    return value.decode(errors="replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""
+    return (
+        value.decode(errors="replace")
+        if isinstance(value, bytes)
+        else value
+        if isinstance(value, str)
+        else ""
+    )
 
 
-_PYTHON = re.compile(r"\A\[?(?:\w+\.)*\w*(?:Completion|Message|Response|Output|Chunk|Reply)\w*\(\s*\w+=")
+_PYTHON = re.compile(
+    r"\A\[?(?:\w+\.)*\w*(?:Completion|Message|Response|Output|Chunk|Reply)\w*\(\s*\w+="
+)
 _PYTHON_CHOICE = re.compile(r"(?=\b(?:Choices?|CompletionOutput)\((?!delta=))")
-_STRING = r"\"\"\".*?\"\"\"|'''.*?'''|'[^'\\]*(?:\\.[^'\\]*)*'|\"[^\"\\]*(?:\\.[^\"\\]*)*\"|None|\w+"
+_STRING = (
+    r"\"\"\".*?\"\"\"|'''.*?'''|'[^'\\]*(?:\\.[^'\\]*)*'|\"[^\"\\]*(?:\\.[^\"\\]*)*\"|None|\w+"
+)
 _PYTHON_FIELD = re.compile(
     rf"\b(content|text|reasoning_content|reasoning|thinking|arguments|name|finish_reason|stop_reason)=({_STRING})",
     re.DOTALL,
@@ -216,7 +248,8 @@ _PYTHON_FIELD = re.compile(
 
 
 def python_fields(body: str) -> list[dict[str, str]] | None:
-    """What an object of a client library says, as Python prints it, one dict a choice; None if the text is no such object.
+    """What an object of a client library says, as Python prints it, one dict a choice; None if the
+    text is no such object.
 
     >>> python_fields("ChatCompletion(id='1', choices=[Choice(message=Message(content='Hi'))])")
     [{'content': 'Hi'}]
@@ -227,7 +260,11 @@ def python_fields(body: str) -> list[dict[str, str]] | None:
     for part in _PYTHON_CHOICE.split(body):
         said: dict[str, str] = {}
         for name, source in _PYTHON_FIELD.findall(part):
-            known = {"text": "content", "reasoning_content": "reasoning", "thinking": "reasoning"}.get(name, name)
+            known = {
+                "text": "content",
+                "reasoning_content": "reasoning",
+                "thinking": "reasoning",
+            }.get(name, name)
             known = "reason" if name.endswith("_reason") else known
             value = "" if source == "None" else _literal(source, source)
             said[known] = value if known in ("reason", "name") else said.get(known, "") + value
@@ -239,10 +276,18 @@ def python_fields(body: str) -> list[dict[str, str]] | None:
 def json_values(body: str) -> Parsed | None:
     """The values of a JSON body, of JSON lines, or of a stream; None if the text is none of these."""
     lines = [line for line in body[:8000].splitlines() if line.strip()][:50]
-    data = [line for line in lines if line.startswith("data:") and line.strip() not in ("data: [DONE]", "data: {}")]
+    data = [
+        line
+        for line in lines
+        if line.startswith("data:") and line.strip() not in ("data: [DONE]", "data: {}")
+    ]
     told_as_json = sum(bool(_SSE_JSON.match(line)) for line in data)
     parsed = Parsed()
-    if lines and _DATA_PART.match(lines[0]) and sum(map(bool, map(_DATA_PART.match, lines))) >= 0.8 * len(lines):
+    if (
+        lines
+        and _DATA_PART.match(lines[0])
+        and sum(map(bool, map(_DATA_PART.match, lines))) >= 0.8 * len(lines)
+    ):
         parsed.stream = True
         parsed.values += _data_parts(body, parsed)
         return parsed if parsed.values else None
@@ -251,9 +296,9 @@ def json_values(body: str) -> Parsed | None:
     if _is_text_stream(lines, len(data), told_as_json):
         parsed.stream = True
         parsed.values += _text_events(body, parsed)
-    elif (told_as_json or _SSE_JSON.search(body[:8000])) and 2 * sum(map(bool, map(_SSE_LINE.match, lines))) > len(
-        lines
-    ):
+    elif (told_as_json or _SSE_JSON.search(body[:8000])) and 2 * sum(
+        map(bool, map(_SSE_LINE.match, lines))
+    ) > len(lines):
         parsed.stream = True
         parsed.values += _events(body, parsed)
     elif body[:1] in ("{", "["):
@@ -266,9 +311,13 @@ def json_values(body: str) -> Parsed | None:
 
 
 _DATA_PART = re.compile(r'(?:[03g]:"|[28]:\[|[1479a-fhijk]:\{)')
-"""A part of the AI SDK's data stream: the code of its kind, and a JSON value of the type that this kind has."""
+"""A part of the AI SDK's data stream: the code of its kind, and a JSON value of the type that this
+kind has.
+"""
 _SSE_EMPTY = re.compile(r"(?:data: ?\[DONE\]\s*$|event:|id:|retry:|: ?[A-Za-z ]{0,40}$)")
-"""A line of a stream in which nothing is told: its end, names, and comments that keep the connection open."""
+"""A line of a stream in which nothing is told: its end, names, and comments that keep the
+connection open.
+"""
 _SSE_FIELD = re.compile(r"(?:(?:data|event|id|retry):|:)")
 
 
@@ -290,10 +339,15 @@ def _data_parts(body: str, parsed: Parsed) -> Iterator[Any]:
 
 
 def _is_text_stream(lines: Sequence[str], data: int, told_as_json: int) -> bool:
-    """Whether lines are server-sent events whose data is plain text: three of them, or one after a name or before [DONE]."""
+    """Whether lines are server-sent events whose data is plain text: three of them, or one after a
+    name or before [DONE].
+    """
     if not lines or 2 * told_as_json > data or not all(map(_SSE_FIELD.match, lines)):
         return False
-    named = any(line.split() in (["event:", "output"], ["event:", "done"], ["event:", "error"]) for line in lines[:3])
+    named = any(
+        line.split() in (["event:", "output"], ["event:", "done"], ["event:", "error"])
+        for line in lines[:3]
+    )
     return named or data > 2 or (data > 0 and "data: [DONE]" in lines)
 
 
@@ -302,7 +356,11 @@ def _text_events(body: str, parsed: Parsed) -> Iterator[Any]:
     for event in re.split(r"\r?\n\r?\n", body):
         fields = [line.partition(":") for line in event.split("\n")]
         name = next((value.strip() for field, _, value in fields if field == "event"), "")
-        data = [value.removesuffix("\r").removeprefix(" ") for field, _, value in fields if field == "data"]
+        data = [
+            value.removesuffix("\r").removeprefix(" ")
+            for field, _, value in fields
+            if field == "data"
+        ]
         if data == ["[DONE]"] or name in ("done", "end", "close", "complete"):
             parsed.ended = True
             yield {"sse": "done", "data": ""}
@@ -325,7 +383,13 @@ def _events(body: str, parsed: Parsed) -> Iterator[Any]:
     """The values of server-sent events. One event may be spread over several `data:` lines."""
     pending: list[str] = []
     for line in body.split("\n"):
-        payload = line[5:].strip() if line.startswith("data:") else line.strip() if line[:1] == "{" else ""
+        payload = (
+            line[5:].strip()
+            if line.startswith("data:")
+            else line.strip()
+            if line[:1] == "{"
+            else ""
+        )
         parsed.ended |= payload == "[DONE]"
         if not payload or payload == "[DONE]":
             if pending and not line.strip():
@@ -378,7 +442,9 @@ def _values(body: str, parsed: Parsed) -> Iterator[Any]:
 
 
 def _closed(text: str) -> Any:
-    """The value of a JSON text that breaks off, with its open strings and brackets closed; None if that fails."""
+    """The value of a JSON text that breaks off, with its open strings and brackets closed; None if
+    that fails.
+    """
     if text[:1] not in ("{", "["):
         return None
     stack: list[str] = []
@@ -392,7 +458,11 @@ def _closed(text: str) -> Any:
         elif stack:
             stack.pop()
     closing = "".join(reversed(stack))
-    text = re.sub(r"\\(?:u[0-9a-fA-F]{0,3})?\Z", "", text) + '"' if inside else text.rstrip().rstrip(",")
+    text = (
+        re.sub(r"\\(?:u[0-9a-fA-F]{0,3})?\Z", "", text) + '"'
+        if inside
+        else text.rstrip().rstrip(",")
+    )
     for ending in ("", ":null", "null", "e", "se", "lse", "alse", "ue", "rue", "l", "ll", "ull"):
         try:  # it breaks off after a key, a colon, or within a word
             return json.loads(text + ending + closing, strict=False)
@@ -401,8 +471,8 @@ def _closed(text: str) -> Any:
     return None
 
 
-# -----------------------------------------------------------------------------
-# Answers under construction: what the readers of bodies and streams add to, message by message and event by event.
+# Answers under construction: what the readers of bodies and streams add to, message by message and
+# event by event.
 
 
 Value = Mapping[str, Any]
@@ -412,7 +482,9 @@ TOKEN = 12
 
 @dataclass
 class Answer:
-    """One answer: the text of each field in pieces, and the tool calls by their place in the message."""
+    """One answer: the text of each field in pieces, and the tool calls by their place in the
+    message.
+    """
 
     name: str = ""
     content: list[str] = field(default_factory=list)
@@ -444,7 +516,9 @@ class Answer:
 
 @dataclass
 class Assembly:
-    """Answers under construction. Streams whose events carry no id are told apart by their order, by `turn`."""
+    """Answers under construction. Streams whose events carry no id are told apart by their order,
+    by `turn`.
+    """
 
     answers: dict[tuple[str, ...], Answer] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
@@ -462,10 +536,14 @@ class Assembly:
     def answer(self, *key: Any) -> Answer:
         """The answer under `key`, begun where there is none."""
         key = tuple(map(str, key))
-        return self.answers.setdefault(key, Answer(" ".join(k for k in key if k not in ("None", "", "turn 1"))))
+        return self.answers.setdefault(
+            key, Answer(" ".join(k for k in key if k not in ("None", "", "turn 1")))
+        )
 
     def in_turn(self, *key: Any) -> Answer:
-        """The answer under `key` that is still open; one that was finished is followed by a new one."""
+        """The answer under `key` that is still open; one that was finished is followed by a new
+        one.
+        """
         name = tuple(map(str, key))
         found = self.answers.get((*name, f"turn {self.turns.get(name)}"))
         if found is None or found.whole:
@@ -479,7 +557,9 @@ class Assembly:
         return found is not None and not found.whole
 
     def notice_second_end(self, *key: Any) -> None:
-        """An end without a text after the end of a stream: two streams were written in turns, and their texts are mixed."""
+        """An end without a text after the end of a stream: two streams were written in turns, and
+        their texts are mixed.
+        """
         name = tuple(map(str, key))
         turn = self.turns.get(name, 0)
         last, own = (self.answers.get((*name, f"turn {n}")) for n in (turn - 1, turn))
@@ -500,11 +580,22 @@ def finish(answer: Answer, reason: Any) -> None:
 
 
 _REASONS = {
-    "max_tokens": "length", "MAX_TOKENS": "length", "max_output_tokens": "length", "limit": "length",
-    "model_context_window_exceeded": "length", "eos_token": "stop", "stop_sequence": "stop", "end_turn": "stop",
-    "eos": "stop", "word": "stop", "STOP": "stop", "COMPLETE": "stop", "completed": "stop", "tool_use": "tool_calls",
-    "tool-calls": "tool_calls"
-}  # fmt: skip
+    "max_tokens": "length",
+    "MAX_TOKENS": "length",
+    "max_output_tokens": "length",
+    "limit": "length",
+    "model_context_window_exceeded": "length",
+    "eos_token": "stop",
+    "stop_sequence": "stop",
+    "end_turn": "stop",
+    "eos": "stop",
+    "word": "stop",
+    "STOP": "stop",
+    "COMPLETE": "stop",
+    "completed": "stop",
+    "tool_use": "tool_calls",
+    "tool-calls": "tool_calls",
+}
 
 
 def speech(message: Value, answer: Answer) -> None:
@@ -544,7 +635,14 @@ def string(part: Any) -> str:
         return "".join(map(string, part))
     if isinstance(part, Mapping):
         return string(
-            next((part[n] for n in ("text", "refusal", "reasoningText", "transcript", "summary") if part.get(n)), "")
+            next(
+                (
+                    part[n]
+                    for n in ("text", "refusal", "reasoningText", "transcript", "summary")
+                    if part.get(n)
+                ),
+                "",
+            )
         )
     return part if isinstance(part, str) else ""
 

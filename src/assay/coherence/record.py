@@ -1,7 +1,8 @@
 """What `assay check` measured, apart from what it makes of it.
 
-A `CheckRecord` is written into the result of every run and read back from it, so that an earlier healthy run can be
-the reference of a later one (`--reference run.json`), and so that the verdict is a pure function of two records.
+A `CheckRecord` is written into the result of every run and read back from it, so that an earlier
+healthy run can be the reference of a later one (`--reference run.json`), and so that the verdict is
+a pure function of two records.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ T = TypeVar("T")
 
 
 def from_fields(cls: type[T], data: Mapping[str, Any], **given: Any) -> T:
-    """A `cls` from the fields that `data` has; others of `data` are left out, and `given` is taken as it is.
+    """A `cls` from the fields that `data` has; others of `data` are left out, and `given` is taken
+    as it is.
 
-    A damaged file is named and not believed: TypeError where a value is of another type than its field, or a field
-    without a default is missing.
+    A damaged file is named and not believed: TypeError where a value is of another type than its
+    field, or a field without a default is missing.
     """
     accepted = _accepted(cls)
     values = {name: data[name] for name in accepted if name in data and name not in given}
     for name, value in values.items():
         # In JSON a whole number may stand for a float; true and false are no numbers.
-        if not isinstance(value, accepted[name]) or (isinstance(value, bool) and bool not in accepted[name]):
+        if not isinstance(value, accepted[name]) or (
+            isinstance(value, bool) and bool not in accepted[name]
+        ):
             raise TypeError(f"{name} is {type(value).__name__}")
     return cls(**values, **given)
 
@@ -57,8 +61,8 @@ class AnswerCheck:
 class Sample:
     """One graded text of one probe.
 
-    `label` and `kind` are those of `assay grade`; counts are in code points and in the engine's own tokens.
-    `text_chars` counts everything that was received: content, reasoning and tool calls.
+    `label` and `kind` are those of `assay grade`; counts are in code points and in the engine's own
+    tokens. `text_chars` counts everything that was received: content, reasoning and tool calls.
     """
 
     label: str
@@ -76,12 +80,14 @@ class Sample:
     variant: str = ""
     """Which of several forms of the probe this is, such as a needle's depth and length."""
     tool_form: str = ""
-    """Where tools were offered: `parsed` by the engine, `unread` (a whole call left in the text), `remains` (parts of
-    one), or nothing."""
+    """Where tools were offered: `parsed` by the engine, `unread` (a whole call left in the text),
+    `remains` (parts of one), or nothing."""
     tool_text: str = ""
     """The text in which an unparsed call, or parts of one, stand."""
     words: int = 0
-    """Words of the prose of all replies, of which `stutters` are said twice, whole or in part; and examples of these."""
+    """Words of the prose of all replies, of which `stutters` are said twice, whole or in part; and
+    examples of these.
+    """
     stutters: int = 0
     stutter_text: str = ""
     think_tag: bool = False
@@ -113,7 +119,8 @@ class ProbeResult:
     samples: tuple[Sample, ...] = ()
     skipped: str | None = None
     failed: str | None = None
-    """Why the probe could not be finished (a time-out, a stream cut half-way); what it has is kept."""
+    """Why the probe could not be finished (a time-out, a stream cut half-way); what it has is kept.
+    """
 
     @property
     def status(self) -> str:
@@ -121,7 +128,9 @@ class ProbeResult:
         return "skipped" if self.skipped is not None else "run"
 
     def with_(self, more: ProbeResult) -> ProbeResult:
-        """This probe and what another stage measured of it; what was measured at all is not skipped."""
+        """This probe and what another stage measured of it; what was measured at all is not
+        skipped.
+        """
         samples = self.samples + more.samples
         skipped = None if samples else self.skipped or more.skipped
         return replace(self, samples=samples, skipped=skipped, failed=self.failed or more.failed)
@@ -140,7 +149,9 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class PassageScore:
-    """How well the model predicts one fixed text: `nats` over `bytes` bytes, from `depth` tokens into the context."""
+    """How well the model predicts one fixed text: `nats` over `bytes` bytes, from `depth` tokens
+    into the context.
+    """
 
     passage: str
     depth: int
@@ -155,7 +166,8 @@ class PassageScore:
 
 @dataclass(frozen=True)
 class TimedText:
-    """One text whose speed was measured, with its grade. Times in seconds, speeds in tokens a second.
+    """One text whose speed was measured, with its grade. Times in seconds, speeds in tokens a
+    second.
 
     The times are None where nothing was timed: on the reference side, or where no text came.
     """
@@ -182,7 +194,9 @@ class TimedText:
 
     @property
     def useful_tokens_per_s(self) -> float | None:
-        """Tokens before the onset of degeneration, by their share of the characters, over the whole time."""
+        """Tokens before the onset of degeneration, by their share of the characters, over the whole
+        time.
+        """
         if not self.e2e_s:
             return None
         if not self.text_chars:
@@ -233,7 +247,9 @@ class CheckRecord:
     passages: tuple[PassageScore, ...] = ()
     passages_skipped: str | None = None
     passages_failed: str | None = None
-    """Why the fixed texts could not be scored to the end, where the server can score; what it has is kept."""
+    """Why the fixed texts could not be scored to the end, where the server can score; what it has
+    is kept.
+    """
     timed: tuple[TimedText, ...] = ()
     timed_skipped: str | None = None
     timed_failed: str | None = None
@@ -252,7 +268,9 @@ class CheckRecord:
 
     @property
     def written_tokens(self) -> int:
-        """Tokens that were written for the probes; about four characters each where the server does not count them."""
+        """Tokens that were written for the probes; about four characters each where the server does
+        not count them.
+        """
         return sum(s.completion_tokens or s.text_chars // 4 for s in self.samples)
 
     def probe(self, name: str) -> ProbeResult | None:
@@ -285,7 +303,9 @@ class CheckRecord:
         )
 
     def like(self, other: CheckRecord) -> CheckRecord:
-        """This record with only the texts whose counterparts `other` has: the same probes, forms and numbers of each."""
+        """This record with only the texts whose counterparts `other` has: the same probes, forms
+        and numbers of each.
+        """
         probes = []
         for probe in self.probes:
             theirs = other.probe(probe.name)
@@ -322,7 +342,9 @@ class CheckRecord:
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference record, where it came from, and the settings of the server it was measured on, if it was one."""
+    """A reference record, where it came from, and the settings of the server it was measured on, if
+    it was one.
+    """
 
     record: CheckRecord
     origin: Mapping[str, Any] = field(default_factory=dict)

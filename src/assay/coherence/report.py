@@ -45,7 +45,8 @@ def build_report(
 ) -> Report:
     """Put record, reference and judgement together into the report of `assay check`.
 
-    `times` says what the run took and left out; `changed` holds a finding for each setting that differs from the reference's.
+    `times` says what the run took and left out; `changed` holds a finding for each setting that
+    differs from the reference's.
     """
     server = subject.get("server") or {}
     known = Subject(
@@ -59,7 +60,12 @@ def build_report(
         command="check",
         verdict=judgement.verdict,
         subject=subject,
-        findings=(*diagnose(judgement, record, known), *changed, *_slower(times), *_left_out(times)),
+        findings=(
+            *diagnose(judgement, record, known),
+            *changed,
+            *_slower(times),
+            *_left_out(times),
+        ),
         results=results | {"time": dict(times), "rollback": rollback_command(known)},
         headline=_headline(record, reference, judgement),
         blocks=_blocks(record, reference, judgement, times, plan.margin_answers),
@@ -72,11 +78,17 @@ def _summary(record: CheckRecord, reference: Reference | None, judgement: Judgem
     if judgement.verdict is not Verdict.PASS:
         return ""
     suite = sum(len(level.answers) for level in record.tools)
-    what = f"{len(record.samples)} texts are sane" if record.samples else f"{suite} tool calls and objects hold"
+    what = (
+        f"{len(record.samples)} texts are sane"
+        if record.samples
+        else f"{suite} tool calls and objects hold"
+    )
     answered = reference is not None and (reference.record.samples or reference.record.tools)
     against = ", as those of the reference" if answered else ""
     if reference is not None and not answered:
-        against = " by themselves, and fixed texts are as easy as for the reference, which wrote none"
+        against = (
+            " by themselves, and fixed texts are as easy as for the reference, which wrote none"
+        )
     names = ", ".join(_words(r.rule) for r in judgement.rulings if r.state == "not_examined")
     return f"{what}{against}; not examined: {names}." if names else f"{what}{against}."
 
@@ -93,10 +105,16 @@ def _slower(times: Mapping[str, Any]) -> tuple[Finding, ...]:
         Finding(
             id="server.slower",
             severity=Severity.WARNING,
-            title=f"the server slowed down while it was checked: {slow['tokens_per_s']:.3g} tokens/s in the "
-            f"{slow['stage']}, {slow['tokens_per_s_before']:.3g} before",
+            title=(
+                f"the server slowed down while it was checked: {slow['tokens_per_s']:.3g} tokens/s"
+                f" in the {slow['stage']}, {slow['tokens_per_s_before']:.3g} before"
+            ),
             evidence=dict(slow),
-            causes=("other requests at the same time", "a throttled or overheated machine", "a full KV cache"),
+            causes=(
+                "other requests at the same time",
+                "a throttled or overheated machine",
+                "a full KV cache",
+            ),
             remedies=("check it again when it is idle",),
         ),
     )
@@ -112,7 +130,10 @@ def _left_out(times: Mapping[str, Any]) -> tuple[Finding, ...]:
         Finding(
             id="coherence.left_out",
             severity=Severity.INFO,
-            title=f"the budget of {span(times['budget_s'])} left out {', '.join(item['stage'] for item in left)}",
+            title=(
+                f"the budget of {span(times['budget_s'])} left out"
+                f" {', '.join(item['stage'] for item in left)}"
+            ),
             detail=f"The verdict does not say, or only coarsely: {unknown}.",
             evidence={"stages": [item["stage"] for item in left]},
             remedies=("give it more time: --budget MINUTES",),
@@ -120,7 +141,9 @@ def _left_out(times: Mapping[str, Any]) -> tuple[Finding, ...]:
     )
 
 
-def results_json(record: CheckRecord, plan: Plan, reference: Reference | None, judgement: Judgement) -> dict[str, Any]:
+def results_json(
+    record: CheckRecord, plan: Plan, reference: Reference | None, judgement: Judgement
+) -> dict[str, Any]:
     """The machine-readable answer; `CheckRecord.from_json` reads the record back from it."""
     results = record_json(record)
     results["throughput"] |= {
@@ -128,7 +151,8 @@ def results_json(record: CheckRecord, plan: Plan, reference: Reference | None, j
         "useful_tokens_per_s": summary([text.useful_tokens_per_s for text in record.timed]),
     }
     results["rules"] = [
-        {"rule": ruling.rule, "state": ruling.state, "says": ruling.says} for ruling in judgement.rulings
+        {"rule": ruling.rule, "state": ruling.state, "says": ruling.says}
+        for ruling in judgement.rulings
     ]
     theirs = reference.record.tools[0] if reference and reference.record.tools else None
     for level, out in zip(record.tools, results["tools"], strict=True):
@@ -141,7 +165,12 @@ def results_json(record: CheckRecord, plan: Plan, reference: Reference | None, j
     if both := [(ours[question], known[question]) for question in ours if question in known]:
         results["answers"] = standing(both, plan.margin_answers)
     results["plan"] = plan.facts()
-    results["sampling"] = {"temperature": 0.7, "top_p": 0.9, "penalties": "neutral", "greedy_samples": 1}
+    results["sampling"] = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "penalties": "neutral",
+        "greedy_samples": 1,
+    }
     if reference is not None:
         results["reference"] = {"origin": dict(reference.origin), **_compact(reference.record)}
     return results
@@ -186,9 +215,15 @@ def _mean_bits(record: CheckRecord) -> float | None:
 
 def _level_json(level: ToolLevel) -> dict[str, Any]:
     counts = {name: level.count(name) for name in ("parsed", "schema_valid", "right")}
-    rates = {f"{name}_rate": interval_json(wilson(k, len(level.answers))) for name, k in counts.items()}
+    rates = {
+        f"{name}_rate": interval_json(wilson(k, len(level.answers))) for name, k in counts.items()
+    }
     asked = {"concurrency": level.concurrency, "asked": len(level.answers), **counts}
-    return asked | rates | {"failed": level.failed, "error": level.error, "answers": jsonable(level.answers)}
+    return (
+        asked
+        | rates
+        | {"failed": level.failed, "error": level.error, "answers": jsonable(level.answers)}
+    )
 
 
 def _probe_json(probe: ProbeResult) -> dict[str, Any]:
@@ -208,7 +243,10 @@ def _compact(record: CheckRecord) -> dict[str, Any]:
     """The numbers of a reference, without its texts."""
     return {
         "probes": {
-            probe.name: {"samples": len(probe.samples), "degenerate": sum(s.degenerate for s in probe.samples)}
+            probe.name: {
+                "samples": len(probe.samples),
+                "degenerate": sum(s.degenerate for s in probe.samples),
+            }
             for probe in record.probes
         },
         "bits_per_byte": _mean_bits(record),
@@ -217,7 +255,9 @@ def _compact(record: CheckRecord) -> dict[str, Any]:
     }
 
 
-def _headline(record: CheckRecord, reference: Reference | None, judgement: Judgement) -> tuple[Metric, ...]:
+def _headline(
+    record: CheckRecord, reference: Reference | None, judgement: Judgement
+) -> tuple[Metric, ...]:
     """The figures that a person reads first; those of speed are invalid where the text is not sane."""
     valid = judgement.throughput_valid
     metrics: list[Metric] = []
@@ -250,14 +290,22 @@ def _headline(record: CheckRecord, reference: Reference | None, judgement: Judge
 
 
 def _blocks(
-    record: CheckRecord, reference: Reference | None, judgement: Judgement, times: Mapping[str, Any], margin: float
+    record: CheckRecord,
+    reference: Reference | None,
+    judgement: Judgement,
+    times: Mapping[str, Any],
+    margin: float,
 ) -> tuple[Block, ...]:
     """The table that decides first; all else is detail."""
     rulings = sorted(judgement.rulings, key=lambda ruling: _STATE_ORDER.index(ruling.state))
     columns = ("rule", "state", "measured")
     blocks: list[Block] = [_tools_table(record, reference, margin)] if record.tools else []
     blocks.append(
-        Table("What decides", columns, [_short_row(r) for r in rulings if r.rule != "answers" or r.state == "bad"])
+        Table(
+            "What decides",
+            columns,
+            [_short_row(r) for r in rulings if r.rule != "answers" or r.state == "bad"],
+        )
     )
     full = [(_words(r.rule), _STATE_WORDS[r.state], r.says) for r in rulings]
     blocks.append(Table("All rules", columns, full, detail=True))
@@ -291,12 +339,24 @@ def _tools_table(record: CheckRecord, reference: Reference | None, margin: float
         rows.append((*row, *pair))
     return Table(
         "Tool calls and JSON objects by requests at once",
-        ("at once", "asked", "parsed", "valid", "right", "95 % interval", "reference right", "against it"),
+        (
+            "at once",
+            "asked",
+            "parsed",
+            "valid",
+            "right",
+            "95 % interval",
+            "reference right",
+            "against it",
+        ),
         rows,
         numeric=frozenset(range(7)),
-        note=f"no worse: right answers paired by question, no more than {margin:.3g} of them lost at 97.5 %"
-        if theirs
-        else "",
+        note=(
+            f"no worse: right answers paired by question, no more than {margin:.3g} of them lost at"
+            " 97.5 %"
+            if theirs
+            else ""
+        ),
     )
 
 
@@ -305,16 +365,21 @@ def _against(level: ToolLevel, theirs: ToolLevel, margin: float) -> tuple[str, s
     found = against(level, theirs, margin).get("right")
     if found is None:
         return "0", "no case in common"
-    decides = f" ({found['questions_needed']:,} questions decide)" if found["questions_needed"] else ""
+    decides = (
+        f" ({found['questions_needed']:,} questions decide)" if found["questions_needed"] else ""
+    )
     return f"{found['reference']}", f"{found['decision'].replace('_', ' ')}{decides}"
 
 
 def _time_table(times: Mapping[str, Any]) -> Table:
     rows = [
-        (name, f"{seconds:.1f}", _seconds(times["expected_s"].get(name))) for name, seconds in times["stages_s"].items()
+        (name, f"{seconds:.1f}", _seconds(times["expected_s"].get(name)))
+        for name, seconds in times["stages_s"].items()
     ]
     rows += [(item["stage"], "", f"left out: {item['why']}") for item in times["left_out"]]
-    return Table("Time", ("stage", "seconds", "expected"), rows, numeric=frozenset({1}), detail=True)
+    return Table(
+        "Time", ("stage", "seconds", "expected"), rows, numeric=frozenset({1}), detail=True
+    )
 
 
 def _seconds(value: float | None) -> str:
@@ -323,31 +388,55 @@ def _seconds(value: float | None) -> str:
 
 def _probe_table(record: CheckRecord, reference: Reference | None) -> Table:
     columns = (
-        "probe", "texts", "ok", "degenerate", "empty", "truncated", "onset", "right", "reference degenerate",
-    )  # fmt: skip
+        "probe",
+        "texts",
+        "ok",
+        "degenerate",
+        "empty",
+        "truncated",
+        "onset",
+        "right",
+        "reference degenerate",
+    )
     rows = []
     for probe in record.probes:
         if probe.skipped is not None:
             rows.append((probe.title, "skipped", *[""] * 5, probe.skipped, ""))
             continue
         labels = [s.label for s in probe.samples]
-        onsets = sorted(s.onset_char for s in probe.samples if s.degenerate and s.onset_char is not None)
+        onsets = sorted(
+            s.onset_char for s in probe.samples if s.degenerate and s.onset_char is not None
+        )
         checks = [check.passed for s in probe.samples for check in s.checks]
         theirs = reference.record.probe(probe.name) if reference else None
         rows.append(
             (
                 probe.title,
                 str(len(labels)),
-                *(str(labels.count(label)) for label in ("ok", "degenerate", "empty", "truncated_reasoning")),
+                *(
+                    str(labels.count(label))
+                    for label in ("ok", "degenerate", "empty", "truncated_reasoning")
+                ),
                 str(onsets[len(onsets) // 2]) if onsets else "",
                 f"{sum(checks)}/{len(checks)}" if checks else "",
-                f"{sum(s.degenerate for s in theirs.samples)}/{len(theirs.samples)}" if theirs else "",
+                (
+                    f"{sum(s.degenerate for s in theirs.samples)}/{len(theirs.samples)}"
+                    if theirs
+                    else ""
+                ),
             )
         )
     return Table(
-        "Probes", columns, rows, numeric=frozenset({1, 2, 3, 4, 5, 6}), detail=True,
-        note="onset: median character at which degenerate texts went wrong; right: answer checks passed",
-    )  # fmt: skip
+        "Probes",
+        columns,
+        rows,
+        numeric=frozenset({1, 2, 3, 4, 5, 6}),
+        detail=True,
+        note=(
+            "onset: median character at which degenerate texts went wrong; right: answer checks"
+            " passed"
+        ),
+    )
 
 
 def _rate_chart(record: CheckRecord, reference: Reference | None) -> Chart:
@@ -363,8 +452,12 @@ def _rate_chart(record: CheckRecord, reference: Reference | None) -> Chart:
     if reference is not None and reference.record.samples:
         all_series.append(series("reference", reference.record.probes))
     return Chart(
-        "Share of degenerate texts by probe, 95 % Wilson intervals", "forest", all_series, x_label="probe", y_label="share",
-    )  # fmt: skip
+        "Share of degenerate texts by probe, 95 % Wilson intervals",
+        "forest",
+        all_series,
+        x_label="probe",
+        y_label="share",
+    )
 
 
 def _speed_table(record: CheckRecord, valid: bool) -> Table:
@@ -382,10 +475,14 @@ def _speed_table(record: CheckRecord, valid: bool) -> Table:
             rows.append((name, *cells, unit))
     how = sorted({text.first_chunk_source for text in record.timed})
     note = (
-        f"{len(record.timed)} texts over {record.concurrency} stream(s) after a warm-up round; tokens from the "
-        f"server's usage; tokens of the first chunk: {', '.join(how)}"
+        f"{len(record.timed)} texts over {record.concurrency} stream(s) after a warm-up round;"
+        f" tokens from the server's usage; tokens of the first chunk: {', '.join(how)}"
     )
-    title = "Speed" if valid else "Speed (invalid: the text that was timed, or the server, is not coherent)"
+    title = (
+        "Speed"
+        if valid
+        else "Speed (invalid: the text that was timed, or the server, is not coherent)"
+    )
     columns = ("figure", "median", "min", "max", "unit")
     return Table(title, columns, rows, numeric=frozenset({1, 2, 3}), note=note, detail=True)
 

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# A token is a run of letters, a run of digits, one character of a script written without spaces, or one
-# mark. The scripts: kana, Chinese characters, Thai, Lao, Khmer, Myanmar.
-_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+# A token is a run of letters, a run of digits, one character of a script written without spaces, or
+# one mark. The scripts: kana, Chinese characters, Thai, Lao, Khmer, Myanmar.
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+)
 _SINGLE = re.compile(rf"[{_UNSPACED}]|[^\w\s]|_")
 _DIGITS = re.compile(r"\d+")
 
@@ -60,7 +62,9 @@ def ending_of(finish_reason: str | None) -> Ending:
 
 @dataclass(frozen=True)
 class Units:
-    """A text as a sequence of units: `ids` names equal units alike, `starts` and `ends` are code points."""
+    """A text as a sequence of units: `ids` names equal units alike, `starts` and `ends` are code
+    points.
+    """
 
     ids: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -72,7 +76,9 @@ class Units:
 
 @dataclass(frozen=True)
 class TextView:
-    """A text with its views. `in_fence` says that it begins inside a fenced code block (a stream's tail)."""
+    """A text with its views. `in_fence` says that it begins inside a fenced code block (a stream's
+    tail).
+    """
 
     text: str
     ending: Ending = Ending.UNKNOWN
@@ -118,7 +124,10 @@ class TextView:
         keys: list[str] = []
         spans: list[tuple[int, int]] = []
         at = 0
-        for start, end in [*((m.start(), m.end()) for m in _SEGMENT_END.finditer(self.text)), (len(self.text),) * 2]:
+        for start, end in [
+            *((m.start(), m.end()) for m in _SEGMENT_END.finditer(self.text)),
+            (len(self.text),) * 2,
+        ]:
             piece = self.text[at:start].strip()
             if piece:
                 keys.append(piece.lower())
@@ -150,7 +159,9 @@ class TextView:
         return list(zip(marks[::2], marks[1::2], strict=True))
 
     def line_at(self, position: int) -> tuple[int, int]:
-        """Start and end of the line that holds `position`, in logarithmic time (a text may be one huge line)."""
+        """Start and end of the line that holds `position`, in logarithmic time (a text may be one
+        huge line).
+        """
         index = bisect_left(self._breaks, position)
         start = self._breaks[index - 1] + 1 if index else 0
         return start, self._breaks[index] if index < len(self._breaks) else len(self.text)
@@ -164,10 +175,16 @@ class TextView:
 
     @cached_property
     def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Starts and ends of all tokens: where the kind of character changes, and around every single."""
+        """Starts and ends of all tokens: where the kind of character changes, and around every
+        single.
+        """
         kinds = mapped(self.codes, _kind)
         changes = np.flatnonzero((kinds[1:] != kinds[:-1]) | (kinds[1:] == _KIND_SINGLE)) + 1
-        edges = np.concatenate(([0], changes, [len(kinds)])) if len(kinds) else np.zeros(1, dtype=np.int64)
+        edges = (
+            np.concatenate(([0], changes, [len(kinds)]))
+            if len(kinds)
+            else np.zeros(1, dtype=np.int64)
+        )
         starts, ends = edges[:-1], edges[1:]
         solid = kinds[starts] != _KIND_BLANK
         return starts[solid], ends[solid]
@@ -207,7 +224,8 @@ class Spans:
 def mapped(codes: NDArray[np.uint32], function: Callable[[str], int]) -> NDArray[Any]:
     """`function` of the character at every code point of `codes`, shape (len(codes),).
 
-    A long text looks its characters up in a table over all code points up to its highest; sorting would cost more.
+    A long text looks its characters up in a table over all code points up to its highest; sorting
+    would cost more.
     """
     if len(codes) == 0:
         return np.zeros(0, dtype=np.int64)
@@ -221,7 +239,9 @@ def mapped(codes: NDArray[np.uint32], function: Callable[[str], int]) -> NDArray
 
 
 def has_stretch(flags: NDArray[np.bool_], length: int) -> bool:
-    """Whether the largest power of two ≤ `length` flags in a row are true: a cheap test by doubling."""
+    """Whether the largest power of two ≤ `length` flags in a row are true: a cheap test by
+    doubling.
+    """
     width = 1
     while 2 * width <= length and len(flags) > width and flags.any():
         flags = flags[:-width] & flags[width:]
@@ -243,7 +263,9 @@ def running_count(flags: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def distinct_in_windows(words: Sequence[str], window: int) -> NDArray[np.int64]:
-    """How many different words each window of so many holds, shape (max(0, len(words) − window + 1),)."""
+    """How many different words each window of so many holds, shape (max(0, len(words) − window +
+    1),).
+    """
     counts: dict[str, int] = {}
     found = []
     for index, word in enumerate(words):
@@ -260,7 +282,8 @@ def distinct_in_windows(words: Sequence[str], window: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Detection:
-    """A degenerate passage: its kind (a stable snake_case name) and where it begins, in code points.
+    """A degenerate passage: its kind (a stable snake_case name) and where it begins, in code
+    points.
 
     `end` is where the passage ends, as far as the detector followed it.
     """
@@ -279,10 +302,11 @@ def quote(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 20]}…{text[-19:]}"
 
 
-# -----------------------------------------------------------------------------
-# A small statistical picture of well-formed text: which characters, letters and words follow one another.
+# A small statistical picture of well-formed text: which characters, letters and words follow one
+# another.
 #
-# Three tables and three sets, built once from free text by `benchmarks/build_language_tables.py` and shipped compressed:
+# Three tables and three sets, built once from free text by `benchmarks/build_language_tables.py`
+# and shipped compressed:
 #
 # - `shapes`: −log2 P(class of a character | the classes of the two before it), over every kind of text (prose,
 #   code, data, many scripts). Letters count by script and case only, so that no language is strange.
@@ -301,8 +325,17 @@ BITS_STEP = 16.0
 # Character classes: blanks, digits, letters by script and case, and each ASCII mark by itself.
 _MARKS = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _SCRIPTS = (
-    "CYRILLIC", "GREEK", "CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "ARABIC", "HEBREW", "DEVANAGARI"
-)  # fmt: skip
+    "CYRILLIC",
+    "GREEK",
+    "CJK",
+    "HIRAGANA",
+    "KATAKANA",
+    "HANGUL",
+    "THAI",
+    "ARABIC",
+    "HEBREW",
+    "DEVANAGARI",
+)
 SPACE, BREAK, DIGIT, LOWER, UPPER, LOWER_LATIN, UPPER_LATIN = range(7)
 FIRST_SCRIPT = 7
 OTHER_LETTER = FIRST_SCRIPT + len(_SCRIPTS)
@@ -323,8 +356,23 @@ _ODD, _ODD_2, _ODD_3 = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xBF58476D1CE4E5B
 """Odd numbers without a pattern, for hashing."""
 
 _SUFFIXES = (
-    "ly", "ing", "ed", "tion", "ment", "ness", "ity", "able", "ive", "ous", "ful", "al", "er", "or", "est", "s"
-)  # fmt: skip
+    "ly",
+    "ing",
+    "ed",
+    "tion",
+    "ment",
+    "ness",
+    "ity",
+    "able",
+    "ive",
+    "ous",
+    "ful",
+    "al",
+    "er",
+    "or",
+    "est",
+    "s",
+)
 _PUNCTUATION = ".,;:?!()\"'-"
 WORD_CLASSES = [
     *sorted(FUNCTION_WORDS),
@@ -364,7 +412,10 @@ def mark_class(mark: str) -> int:
 @cache
 def tables() -> Tables:
     """The tables, read once."""
-    with resources.files("assay.coherence.detectors").joinpath(TABLES).open("rb") as file, np.load(file) as stored:
+    with (
+        resources.files("assay.coherence.detectors").joinpath(TABLES).open("rb") as file,
+        np.load(file) as stored,
+    ):
         return Tables(
             shapes=stored["shapes"].astype(np.float32) / BITS_STEP,
             letters=stored["letters"].astype(np.float32) / BITS_STEP,
@@ -381,12 +432,16 @@ def character_classes(codes: NDArray[np.uint32]) -> NDArray[np.int64]:
 
 
 def letter_codes(codes: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """Every code point as one of the `LETTERS`: accents off, case off, what is no letter is an edge."""
+    """Every code point as one of the `LETTERS`: accents off, case off, what is no letter is an
+    edge.
+    """
     return mapped(codes, _letter)
 
 
 def is_known_word(word: str, bloom: NDArray[np.uint8]) -> bool:
-    """Whether a lower-case word is in the list of English words (some 3 % of all other strings pass too)."""
+    """Whether a lower-case word is in the list of English words (some 3 % of all other strings pass
+    too).
+    """
     return all(bloom[bit >> 3] >> (bit & 7) & 1 for bit in bloom_bits(word))
 
 
@@ -410,12 +465,15 @@ def pair_numbers(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def gram_numbers(codes: NDArray[np.uint32]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """A number for every run of `GRAM` characters, and the place of its last one; rows of equal blanks count as one.
+    """A number for every run of `GRAM` characters, and the place of its last one; rows of equal
+    blanks count as one.
 
     Letters are alike in any case and with any accent, those of other scripts and digits by class.
     """
     symbols = mapped(codes, _symbol).astype(np.uint64)
-    kept = np.concatenate(([True], (symbols[1:] != symbols[:-1]) | (symbols[1:] > BREAK)))[: len(symbols)]
+    kept = np.concatenate(([True], (symbols[1:] != symbols[:-1]) | (symbols[1:] > BREAK)))[
+        : len(symbols)
+    ]
     symbols, places = symbols[kept], np.flatnonzero(kept)
     count = max(0, len(symbols) - GRAM + 1)
     numbers = np.zeros(count, dtype=np.uint64)
@@ -437,7 +495,10 @@ def filter_bits(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def is_in(numbers: NDArray[np.uint64], filter_: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """For every number whether it is in a filter (some 2 % of all others pass too)."""
     bits = filter_bits(numbers)
-    set_ = filter_[(bits >> np.uint64(3)).astype(np.int64)] >> (bits & np.uint64(7)).astype(np.uint8) & 1
+    set_ = (
+        filter_[(bits >> np.uint64(3)).astype(np.int64)] >> (bits & np.uint64(7)).astype(np.uint8)
+        & 1
+    )
     return np.asarray(set_.all(axis=1), dtype=bool)
 
 

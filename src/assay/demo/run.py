@@ -1,4 +1,6 @@
-"""The demo: a real server, whole and broken, checked by the same command; and the damage that breaks a checkpoint."""
+"""The demo: a real server, whole and broken, checked by the same command; and the damage that
+breaks a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -77,11 +79,10 @@ def plain_template(folder: Path, rng: np.random.Generator) -> None:
     (folder / "chat_template.jinja").write_text(_PLAIN_TEMPLATE, encoding="utf-8")
 
 
-# -----------------------------------------------------------------------------
 # Tensors of a safetensors checkpoint as writable arrays over the files themselves, without torch.
 #
-# Layout of a file (safetensors format): 8 bytes, the little-endian length N of the header; N bytes of JSON
-# `{name: {dtype, shape, data_offsets}}`; then the body, to which the offsets are relative.
+# Layout of a file (safetensors format): 8 bytes, the little-endian length N of the header; N bytes
+# of JSON `{name: {dtype, shape, data_offsets}}`; then the body, to which the offsets are relative.
 
 
 def shards(folder: Path) -> list[Path]:
@@ -105,7 +106,9 @@ def read_header(shard: Path) -> tuple[int, dict[str, Any]]:
 
 
 def bf16_tensors(folder: Path) -> Iterator[tuple[str, NDArray[np.uint16]]]:
-    """Every bf16 tensor as (name, bit patterns); what is written to the array is written to the file."""
+    """Every bf16 tensor as (name, bit patterns); what is written to the array is written to the
+    file.
+    """
     import numpy as np
 
     for shard in shards(folder):
@@ -114,7 +117,10 @@ def bf16_tensors(folder: Path) -> Iterator[tuple[str, NDArray[np.uint16]]]:
             if entry["dtype"] == "BF16":
                 shape = tuple(entry["shape"])
                 offset = start + entry["data_offsets"][0]
-                yield name, np.memmap(shard, dtype=np.dtype("<u2"), mode="r+", offset=offset, shape=shape)
+                yield (
+                    name,
+                    np.memmap(shard, dtype=np.dtype("<u2"), mode="r+", offset=offset, shape=shape),
+                )
 
 
 def bf16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
@@ -133,7 +139,6 @@ def float32_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return (rounded >> 16).astype(np.uint16)
 
 
-# -----------------------------------------------------------------------------
 # Damage to the numbers: each function changes the tensors of a checkpoint in place.
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -141,7 +146,9 @@ BLOCKS, BLOCK_BYTES = 60, 4096
 
 
 def random_blocks(folder: Path, rng: np.random.Generator) -> None:
-    """Overwrite `BLOCKS` blocks of the shard bodies with random bytes, as a bad download or disk leaves them."""
+    """Overwrite `BLOCKS` blocks of the shard bodies with random bytes, as a bad download or disk
+    leaves them.
+    """
     files = shards(folder)
     for block in range(BLOCKS):
         shard = files[block % len(files)]
@@ -155,7 +162,9 @@ def random_blocks(folder: Path, rng: np.random.Generator) -> None:
 
 
 def stuck_exponent_bit(folder: Path, rng: np.random.Generator) -> None:
-    """Flip one exponent bit (a factor of 16) of 32,768 neighbouring weights in one MLP, as bad memory does."""
+    """Flip one exponent bit (a factor of 16) of 32,768 neighbouring weights in one MLP, as bad
+    memory does.
+    """
     for name, bits in _in_layer(folder, _depth(folder) // 3):
         if name.endswith("down_proj.weight"):
             flat = bits.reshape(-1)
@@ -197,13 +206,19 @@ def norm_plus_one(folder: Path, rng: np.random.Generator) -> None:
 
 
 def int2(folder: Path, rng: np.random.Generator) -> None:
-    """Round every projection to 2 bits, groups of 32 along the input, nearest value, no calibration."""
+    """Round every projection to 2 bits, groups of 32 along the input, nearest value, no
+    calibration.
+    """
     _change(folder, "_proj.weight", lambda values: round_to_nearest(values, bits=2, group=32))
 
 
 def int3(folder: Path, rng: np.random.Generator) -> None:
     """Round every projection to 3 bits, one scale per row, nearest value, no calibration."""
-    _change(folder, "_proj.weight", lambda values: round_to_nearest(values, bits=3, group=values.shape[1]))
+    _change(
+        folder,
+        "_proj.weight",
+        lambda values: round_to_nearest(values, bits=3, group=values.shape[1]),
+    )
 
 
 def shifted_scales(folder: Path, rng: np.random.Generator) -> None:
@@ -236,7 +251,9 @@ def round_to_nearest(values: NDArray[np.float32], *, bits: int, group: int) -> N
     return result
 
 
-def _change(folder: Path, suffix: str, function: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> None:
+def _change(
+    folder: Path, suffix: str, function: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+) -> None:
     """Apply `function` to the values of every tensor whose name ends in `suffix`."""
     for name, bits in bf16_tensors(folder):
         if name.endswith(suffix):
@@ -253,13 +270,14 @@ def _depth(folder: Path) -> int:
     return 1 + max(numbers, default=0)
 
 
-# -----------------------------------------------------------------------------
 # The damages by name.
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One way to break a checkpoint. `apply` changes a copy in place, by the random numbers it is given."""
+    """One way to break a checkpoint. `apply` changes a copy in place, by the random numbers it is
+    given.
+    """
 
     name: str
     description: str
@@ -268,7 +286,9 @@ class Damage:
 
 _ALL = (
     Damage("random_blocks", "60 blocks of 4 KiB of the shard hold random bytes", random_blocks),
-    Damage("stuck_exponent_bit", "one exponent bit flipped in 64 KiB of one MLP", stuck_exponent_bit),
+    Damage(
+        "stuck_exponent_bit", "one exponent bit flipped in 64 KiB of one MLP", stuck_exponent_bit
+    ),
     Damage("nan_row", "NaN in one row of one value projection", nan_row),
     Damage("swapped_layers", "two layers exchanged", swapped_layers),
     Damage("scaled_k", "every key projection times 3", scaled_k),
@@ -276,7 +296,11 @@ _ALL = (
     Damage("norm_plus_one", "1 added to every norm weight", norm_plus_one),
     Damage("int2", "projections rounded to 2 bits", int2),
     Damage("int3", "projections rounded to 3 bits, one scale per row", int3),
-    Damage("shifted_scales", "4-bit projections read with the scales of the neighbouring row", shifted_scales),
+    Damage(
+        "shifted_scales",
+        "4-bit projections read with the scales of the neighbouring row",
+        shifted_scales,
+    ),
     Damage("rope_theta", "rope_theta 3,000", rope_theta),
     Damage("wrong_tokenizer", "vocabulary permuted", wrong_tokenizer),
     Damage("wrong_template", "chat template of another family", wrong_template),
@@ -286,7 +310,8 @@ DAMAGES = {damage.name: damage for damage in _ALL}
 
 
 def damage_checkpoint(name: str, source: Path, target: Path, seed: int = 0) -> Path:
-    """Copy the checkpoint `source` to the new folder `target` and damage the copy; returns `target`.
+    """Copy the checkpoint `source` to the new folder `target` and damage the copy; returns
+    `target`.
 
     Raises AssayError where the name, the source or the target will not do.
     """
@@ -295,9 +320,14 @@ def damage_checkpoint(name: str, source: Path, target: Path, seed: int = 0) -> P
     if name not in DAMAGES:
         raise UsageError(f"unknown damage {name!r}", remedy=f"one of {', '.join(DAMAGES)}")
     if not (source / "config.json").is_file():
-        raise UsageError(f"{source} is no checkpoint: it holds no config.json", remedy="name the folder of a model")
+        raise UsageError(
+            f"{source} is no checkpoint: it holds no config.json",
+            remedy="name the folder of a model",
+        )
     if target.exists():
-        raise UsageError(f"{target} is there already", remedy="name a new folder for the damaged copy")
+        raise UsageError(
+            f"{target} is there already", remedy="name a new folder for the damaged copy"
+        )
     shutil.copytree(source, target)
     for path in target.iterdir():
         path.chmod(0o644)  # a checkpoint may be kept read-only
@@ -305,28 +335,35 @@ def damage_checkpoint(name: str, source: Path, target: Path, seed: int = 0) -> P
     return target
 
 
-# -----------------------------------------------------------------------------
 # The demo: a real server, whole and broken, checked by the same command, side by side.
 
 
 DAMAGE = "shifted_scales"
-"""A fault whose texts a reader recognises as broken; random blocks leave NaN, and no text at all."""
+"""A fault whose texts a reader recognises as broken; random blocks leave NaN, and no text at all.
+"""
 PLAN: dict[str, Any] = {"quick": True, "token_budget": 0.5, "longest_needle": 512}
 """The quick plan, with answers half as long: they take most of the reference's time."""
 BUDGET_S, STARTS = 140.0, 3.0
-"""What a check may take, or so many times the start of its server where that is more: the measure of a slow machine."""
+"""What a check may take, or so many times the start of its server where that is more: the measure
+of a slow machine.
+"""
 
 
-def run_demo(progress: Progress = NO_PROGRESS, damage: str = DAMAGE) -> tuple[Report, list[tuple[str, Report]]]:
+def run_demo(
+    progress: Progress = NO_PROGRESS, damage: str = DAMAGE
+) -> tuple[Report, list[tuple[str, Report]]]:
     """Serve SmolLM2-135M with vLLM on the CPU, check it, damage a copy, and check that.
 
-    Returns the report of the demo, which passes if the whole model passed and the damaged one failed, and the two
-    reports with their titles. What it needs is installed and built on the first run; nothing is left running.
+    Returns the report of the demo, which passes if the whole model passed and the damaged one
+    failed, and the two reports with their titles. What it needs is installed and built on the first
+    run; nothing is left running.
     """
     _require_packages()
     vllm_python(progress)
     model = build_smollm2(progress)
-    with progress("vLLM serves the model, then a broken copy: about 4 minutes on two quiet cores", 0):
+    with progress(
+        "vLLM serves the model, then a broken copy: about 4 minutes on two quiet cores", 0
+    ):
         pass
     pair = [("the model as it is", _checked(model, model, progress, "whole"))]
     if not pair[0][1].interrupted:
@@ -363,7 +400,9 @@ def _checked(model: Path, reference: Path, progress: Progress, which: str) -> Re
 
 
 def _report(reports: Sequence[Report], damage: str) -> Report:
-    """The report on the demo itself: it holds if the whole model passed and the damaged copy failed."""
+    """The report on the demo itself: it holds if the whole model passed and the damaged copy
+    failed.
+    """
     interrupted = any(report.interrupted for report in reports)
     verdicts = [report.verdict for report in reports]
     told_apart = verdicts == [Verdict.PASS, Verdict.FAIL]
@@ -374,18 +413,35 @@ def _report(reports: Sequence[Report], damage: str) -> Report:
     verdict, summary = Verdict.PASS, "The model as it is passed, and the broken copy failed."
     findings: tuple[Finding, ...] = ()
     if interrupted and not told_apart:
-        verdict, findings = Verdict.INCONCLUSIVE, (
-            Finding("coherence.interrupted", Severity.WARNING, "interrupted: what was measured until then is shown"),
-        )  # fmt: skip
+        verdict, findings = (
+            Verdict.INCONCLUSIVE,
+            (
+                Finding(
+                    "coherence.interrupted",
+                    Severity.WARNING,
+                    "interrupted: what was measured until then is shown",
+                ),
+            ),
+        )
     elif not told_apart:
         said = " and ".join(v.value for v in verdicts)
-        verdict, findings = Verdict.FAIL, (
-            Finding("coherence.demo", Severity.ERROR, f"the demo expected pass and fail, and got {said}"),
-        )  # fmt: skip
+        verdict, findings = (
+            Verdict.FAIL,
+            (
+                Finding(
+                    "coherence.demo",
+                    Severity.ERROR,
+                    f"the demo expected pass and fail, and got {said}",
+                ),
+            ),
+        )
     return Report(
         command="demo",
         verdict=verdict,
-        subject={"engine": reports[0].subject.get("server"), "model": reports[0].subject.get("model")},
+        subject={
+            "engine": reports[0].subject.get("server"),
+            "model": reports[0].subject.get("model"),
+        },
         findings=findings,
         results={**results, "damage": damage},
         summary=summary if told_apart else "",

@@ -1,8 +1,9 @@
-"""Engines: what runs a language model, one module or package each; here is what every one of them offers.
+"""Engines: what runs a language model, one module or package each; here is what every one of them
+offers.
 
-An engine is a server behind HTTP, or a library in this process: a few verbs, and a statement of what it can do. A verb of
-assay asks `engine.capabilities.require(...)` for what it needs and gets a clear refusal where that is missing;
-no engine falls back silently to something weaker.
+An engine is a server behind HTTP, or a library in this process: a few verbs, and a statement of
+what it can do. A verb of assay asks `engine.capabilities.require(...)` for what it needs and gets a
+clear refusal where that is missing; no engine falls back silently to something weaker.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from assay.errors import AssayError, UsageError
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call of a tool as the model wrote it; `arguments` is the raw text, which need not be valid JSON."""
+    """One call of a tool as the model wrote it; `arguments` is the raw text, which need not be
+    valid JSON.
+    """
 
     name: str
     arguments: str
@@ -42,10 +45,11 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One generation. Exactly one of `messages` (chat) and `prompt` (text or token ids, completed as it is) is set.
+    """One generation. Exactly one of `messages` (chat) and `prompt` (text or token ids, completed
+    as it is) is set.
 
-    `tools` are OpenAI tool schemas. `ignore_eos` asks for exactly `max_tokens` tokens where the engine can.
-    `extra` is passed through as it is (for a server: more fields of the JSON body).
+    `tools` are OpenAI tool schemas. `ignore_eos` asks for exactly `max_tokens` tokens where the
+    engine can. `extra` is passed through as it is (for a server: more fields of the JSON body).
     """
 
     messages: tuple[Message, ...] | None = None
@@ -72,10 +76,11 @@ class Request:
 class Timing:
     """When the pieces of one streamed reply arrived, in seconds of one monotonic clock.
 
-    `chunk_times` are the arrivals of the chunks that carried text; the first and the last of them are `first_token`
-    and `last_token`. `first_chunk_tokens` counts the tokens that had arrived at `first_token` (a speculating server
-    sends several at once); `first_chunk_source` says how it is known: from the server's usage counts, by tokenizing
-    the text, or assumed to be 1. `finished` is when the reply was complete, trailing usage included.
+    `chunk_times` are the arrivals of the chunks that carried text; the first and the last of them
+    are `first_token` and `last_token`. `first_chunk_tokens` counts the tokens that had arrived at
+    `first_token` (a speculating server sends several at once); `first_chunk_source` says how it is
+    known: from the server's usage counts, by tokenizing the text, or assumed to be 1. `finished` is
+    when the reply was complete, trailing usage included.
     """
 
     started: float
@@ -97,7 +102,9 @@ class Timing:
         return self.last_token - self.first_token
 
     def decode_tokens_per_s(self, completion_tokens: int) -> float | None:
-        """Decode speed: (n − tokens in the first chunk) / (t_last − t_first); None where there was no decode."""
+        """Decode speed: (n − tokens in the first chunk) / (t_last − t_first); None where there was
+        no decode.
+        """
         tokens = completion_tokens - self.first_chunk_tokens
         if tokens <= 0 or self.decode_seconds <= 0.0:
             return None
@@ -117,8 +124,9 @@ GIVEN_UP = "given_up"
 class Reply:
     """What an engine answered. Token counts are the engine's own (None where it does not say).
 
-    `reasoning_field` is the field in which a server sent the reasoning (`reasoning` or `reasoning_content`).
-    `token_logprobs` are those of the generated tokens, where they were asked for and came.
+    `reasoning_field` is the field in which a server sent the reasoning (`reasoning` or
+    `reasoning_content`). `token_logprobs` are those of the generated tokens, where they were asked
+    for and came.
     """
 
     content: str
@@ -146,8 +154,9 @@ class TextPiece:
 class TokenScores:
     """Log-probabilities (natural log) of given tokens, each under the tokens before it.
 
-    `token_logprobs` has one entry for each token; the first is None, as nothing comes before it. `bytes` is the
-    number of UTF-8 bytes of the text that the scored tokens cover, None where it is not known.
+    `token_logprobs` has one entry for each token; the first is None, as nothing comes before it.
+    `bytes` is the number of UTF-8 bytes of the text that the scored tokens cover, None where it is
+    not known.
     """
 
     token_logprobs: tuple[float | None, ...]
@@ -211,7 +220,9 @@ class Capability(StrEnum):
 class MissingCapability(AssayError):
     """The engine cannot do what a verb needs; `capability` says what."""
 
-    def __init__(self, capability: Capability, reason: str, *, needed_for: str = "", where: str = "") -> None:
+    def __init__(
+        self, capability: Capability, reason: str, *, needed_for: str = "", where: str = ""
+    ) -> None:
         subject = where or "this engine"
         purpose = f", needed for {needed_for}" if needed_for else ""
         super().__init__(
@@ -233,7 +244,9 @@ class CapabilityReport:
     where: str = ""
     """Names the engine in a refusal, such as its URL."""
     unfinished: frozenset[Capability] = frozenset()
-    """Those of the absent whose probe did not end (a time-out, a cut stream), so that nothing is known of them."""
+    """Those of the absent whose probe did not end (a time-out, a cut stream), so that nothing is
+    known of them.
+    """
 
     def __contains__(self, capability: object) -> bool:
         return capability in self.present
@@ -272,7 +285,9 @@ class Engine(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What answered: kind, version, model, settings that were sent; plain JSON types, no secret."""
+        """What answered: kind, version, model, settings that were sent; plain JSON types, no
+        secret.
+        """
         ...
 
     def generate(self, request: Request) -> Reply:
@@ -304,17 +319,30 @@ def score_all(engine: Engine, sources: Sequence[str | tuple[int, ...]]) -> list[
 
 # What of a model's configuration changes its numbers, as an engine has it after loading.
 #
-# Two engines that serve one checkpoint should agree on all of it; where they do not, they serve different models.
+# Two engines that serve one checkpoint should agree on all of it; where they do not, they serve
+# different models.
 
 _PLAIN = (
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "hidden_act", "hidden_activation",
-    "rms_norm_eps", "tie_word_embeddings", "attn_logit_softcapping", "final_logit_softcapping",
-    "query_pre_attn_scalar", "attention_bias", "partial_rotary_factor",
-)  # fmt: skip
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "hidden_act",
+    "hidden_activation",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_pre_attn_scalar",
+    "attention_bias",
+    "partial_rotary_factor",
+)
 
 
 def setup_facts(config: Any) -> dict[str, Any]:
-    """Plain JSON of a transformers configuration: RoPE, sliding window, soft caps, norms, sizes; absent ones left out."""
+    """Plain JSON of a transformers configuration: RoPE, sliding window, soft caps, norms, sizes;
+    absent ones left out.
+    """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = {name: getattr(text, name, None) for name in _PLAIN}
     found["rope"] = _rope(text)
@@ -326,7 +354,9 @@ def setup_facts(config: Any) -> dict[str, Any]:
     return {name: _plain(value) for name, value in sorted(found.items()) if value is not None}
 
 
-def setup_differences(reference: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def setup_differences(
+    reference: Mapping[str, Any], candidate: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
     """What both report and do not agree on."""
     return {
         name: (reference[name], candidate[name])
@@ -336,7 +366,9 @@ def setup_differences(reference: Mapping[str, Any], candidate: Mapping[str, Any]
 
 
 def _rope(text: Any) -> dict[str, Any] | None:
-    """One form of what releases of transformers keep as `rope_parameters`, or as `rope_theta` and `rope_scaling`."""
+    """One form of what releases of transformers keep as `rope_parameters`, or as `rope_theta` and
+    `rope_scaling`.
+    """
     given = getattr(text, "rope_parameters", None)
     rope = dict(given) if given else {**(getattr(text, "rope_scaling", None) or {})}
     if "rope_theta" not in rope and not any(isinstance(v, Mapping) for v in rope.values()):
@@ -365,12 +397,16 @@ Options = tuple[tuple[str, str], ...]
 
 
 def full_spec(spec: str) -> str:
-    """An engine as it is written in full: a folder or name alone is a model of transformers, `hf:MODEL`."""
+    """An engine as it is written in full: a folder or name alone is a model of transformers,
+    `hf:MODEL`.
+    """
     return spec if _KIND.match(spec) or not spec else f"hf:{spec}"
 
 
 def with_options(spec: str, *, device: str, threads: int | str) -> str:
-    """`spec` with `?device=` and `&threads=` where its kind of engine has them and it does not say; `auto` adds nothing."""
+    """`spec` with `?device=` and `&threads=` where its kind of engine has them and it does not say;
+    `auto` adds nothing.
+    """
     head, _, given = spec.partition("?")
     known = {"hf": ("device", "threads"), "gguf": ("threads",)}.get(head.partition(":")[0], ())
     written = {option.partition("=")[0] for option in given.split("&")}
@@ -396,13 +432,19 @@ def require_local(spec: str, path: str, *, finding_id: str = "fidelity.engine_lo
 
 
 def read_options(
-    spec: str, prefix: str, known: Sequence[str], *, example: str, what: str = "model", shown: str = ""
+    spec: str,
+    prefix: str,
+    known: Sequence[str],
+    *,
+    example: str,
+    what: str = "model",
+    shown: str = "",
 ) -> tuple[str, Options]:
     """What stands between `prefix` and the question mark, and the options after it.
 
-    UsageError where nothing stands there, where a question mark ends the spec, and where an option is not `known`.
-    `what` names the thing in the first of these, `example` is a spec to follow; `shown` stands for a spec that must
-    not be printed as it is.
+    UsageError where nothing stands there, where a question mark ends the spec, and where an option
+    is not `known`. `what` names the thing in the first of these, `example` is a spec to follow;
+    `shown` stands for a spec that must not be printed as it is.
     """
     shown = shown or spec
     body, mark, query = spec.removeprefix(prefix).partition("?")
@@ -420,15 +462,17 @@ def read_options(
     raise UsageError(f"{shown!r} {problem}", remedy=remedy, finding_id="fidelity.usage")
 
 
-# -----------------------------------------------------------------------------
-# Tool calls as models write them into their text: read where they are whole, recognised where they are not.
+# Tool calls as models write them into their text: read where they are whole, recognised where they
+# are not.
 #
-# A model writes a call as text, between marks of its family or as plain JSON; a server's parser turns that into
-# `tool_calls`. `read_calls` does the same for an engine without such a parser. `call_remains` says whether a text that
-# should have become a call still holds parts of one: marks of a family, a cut or mangled JSON object, a Python call.
+# A model writes a call as text, between marks of its family or as plain JSON; a server's parser
+# turns that into `tool_calls`. `read_calls` does the same for an engine without such a parser.
+# `call_remains` says whether a text that should have become a call still holds parts of one: marks
+# of a family, a cut or mangled JSON object, a Python call.
 
 
-# Marks between which a family writes the JSON of one call or of several: Hermes and Qwen, Mistral, Llama 3.
+# Marks between which a family writes the JSON of one call or of several: Hermes and Qwen, Mistral,
+# Llama 3.
 _BETWEEN = (
     re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL),
     re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL),
@@ -436,14 +480,18 @@ _BETWEEN = (
 )
 _FENCED = re.compile(r"\A\s*```(?:json|tool_call|xml)?\s*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)
 
-# Marks that no answer to a person holds: Hermes, Mistral, Llama 3, Kimi, DeepSeek, Harmony, Qwen3-Coder, MiniMax, GLM.
+# Marks that no answer to a person holds: Hermes, Mistral, Llama 3, Kimi, DeepSeek, Harmony,
+# Qwen3-Coder, MiniMax, GLM.
 _MARKS = re.compile(
     r"</?tool_call>?|<tool_cal|\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_calls?_(?:section_)?(?:begin|end)\|>"
     r"|<\|tool_call_argument_begin\|>|<｜tool[▁_]|<\|tool▁|to=functions\.\w|<\|constrain\|>|<\|call\|>"
     r"|</?function(?:_call|=\w+)>|<parameter=|<(?:minimax:)?invoke name=|<arg_key>|</?arg_value>"
 )
-# `"arguments": {…` is a part of a call wherever it stands, a schema that was offered and is echoed is none.
-_ARGUMENTS = re.compile(r"[\"'](?:arguments|parameters)[\"']\s*:\s*[\"']?\s*\{(?!\s*[\"']type[\"'])")
+# `"arguments": {…` is a part of a call wherever it stands, a schema that was offered and is echoed
+# is none.
+_ARGUMENTS = re.compile(
+    r"[\"'](?:arguments|parameters)[\"']\s*:\s*[\"']?\s*\{(?!\s*[\"']type[\"'])"
+)
 _INLINE_CODE = re.compile(r"(?<!`)`[^`\n]+`(?!`)")
 EXCERPT = 160
 """Characters of a text that show the parts of a call."""
@@ -451,7 +499,9 @@ EXCERPT = 160
 
 @dataclass(frozen=True)
 class CallText:
-    """Whole calls that a text holds, the text around them, and whether marks of a family stood around them."""
+    """Whole calls that a text holds, the text around them, and whether marks of a family stood
+    around them.
+    """
 
     calls: tuple[ToolCall, ...]
     rest: str
@@ -461,8 +511,8 @@ class CallText:
 def read_calls(text: str, names: Collection[str], *, plain: bool = True) -> CallText:
     """The whole calls of the tools `names` that `text` holds.
 
-    Between marks they may stand anywhere; as plain JSON (read unless `plain` is False) the text must be nothing else,
-    but for a code fence around it.
+    Between marks they may stand anywhere; as plain JSON (read unless `plain` is False) the text
+    must be nothing else, but for a code fence around it.
     """
     for pattern in _BETWEEN:
         pieces = pattern.findall(text)
@@ -478,9 +528,11 @@ def read_calls(text: str, names: Collection[str], *, plain: bool = True) -> Call
 
 
 def call_remains(text: str, names: Collection[str]) -> str:
-    """The place in `text` where parts of a call of one of `names` stand; empty where there are none.
+    """The place in `text` where parts of a call of one of `names` stand; empty where there are
+    none.
 
-    Whole calls in plain JSON are no remains (`read_calls` reads them), nor is a name or a mark quoted as code.
+    Whole calls in plain JSON are no remains (`read_calls` reads them), nor is a name or a mark
+    quoted as code.
     """
     if not text.strip() or (read_calls(text, names).calls and not _MARKS.search(text)):
         return ""
@@ -500,7 +552,9 @@ def call_remains(text: str, names: Collection[str]) -> str:
 
 
 def _calls_of(piece: str, names: Collection[str]) -> Iterator[ToolCall]:
-    """The calls in one piece of JSON: an object, a list of objects, or an object a line; none where one is not whole."""
+    """The calls in one piece of JSON: an object, a list of objects, or an object a line; none where
+    one is not whole.
+    """
     values: list[Any] = []
     piece, decoder, at = piece.strip(), json.JSONDecoder(), 0
     try:

@@ -37,8 +37,16 @@ if TYPE_CHECKING:
 
 # Of ggml's types, those that a KV cache may have, and their numbers (ggml.h).
 CACHE_TYPES = {
-    "f32": 0, "f16": 1, "bf16": 30, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20,
-}  # fmt: skip
+    "f32": 0,
+    "f16": 1,
+    "bf16": 30,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "iq4_nl": 20,
+}
 
 
 @dataclass(frozen=True)
@@ -59,17 +67,26 @@ class GgufSpec:
 
 
 def parse_spec(spec: str) -> GgufSpec:
-    """Read `gguf:FILE?option=value&…`; `kv` sets `k` and `v`. UsageError on an unknown option or value."""
+    """Read `gguf:FILE?option=value&…`; `kv` sets `k` and `v`. UsageError on an unknown option or
+    value.
+    """
     known = ["kv", *(f.name for f in fields(GgufSpec)[1:])]
     model, given = read_options(
-        spec, "gguf:", known, example="gguf:FILE, such as gguf:./model.Q4_K_M.gguf?kv=q8_0", what="file"
+        spec,
+        "gguf:",
+        known,
+        example="gguf:FILE, such as gguf:./model.Q4_K_M.gguf?kv=q8_0",
+        what="file",
     )
     options: dict[str, str] = {}
     for name, value in given:
         options |= {"k": value, "v": value} if name == "kv" else {name: value}
     for name in ("k", "v"):
         if options.get(name, "f16") not in CACHE_TYPES:
-            raise _usage(f"{spec!r}: unknown cache type {options[name]!r}", f"one of {', '.join(CACHE_TYPES)}")
+            raise _usage(
+                f"{spec!r}: unknown cache type {options[name]!r}",
+                f"one of {', '.join(CACHE_TYPES)}",
+            )
     return GgufSpec(
         model=model,
         k=options.get("k", "f16"),
@@ -86,7 +103,9 @@ def _number(spec: str, options: dict[str, str], name: str, default: int, least: 
     except ValueError:
         value = least - 1
     if value < least:
-        raise _usage(f"{spec!r}: {name}={options[name]!r} is not a whole number", f"give {least} or more")
+        raise _usage(
+            f"{spec!r}: {name}={options[name]!r} is not a whole number", f"give {least} or more"
+        )
     return value
 
 
@@ -117,7 +136,9 @@ def load_library() -> Any:
 
 @cache
 def _log_callback(llama_cpp: Any) -> Any:
-    """Keeps the last error lines. It lives as long as the process: the library holds only a pointer to it."""
+    """Keeps the last error lines. It lives as long as the process: the library holds only a pointer
+    to it.
+    """
 
     def keep(level: int, text: bytes, _user_data: Any) -> None:
         line = text.decode("utf-8", "replace").strip()
@@ -128,7 +149,9 @@ def _log_callback(llama_cpp: Any) -> Any:
 
 
 def load_model(spec: GgufSpec, *, vocabulary_only: bool = False) -> Any:
-    """A handle of the model in `spec.model`; AssayError with llama.cpp's own reason where it cannot be loaded."""
+    """A handle of the model in `spec.model`; AssayError with llama.cpp's own reason where it cannot
+    be loaded.
+    """
     library = load_library()
     if not Path(spec.model).is_file():
         raise _cannot_load(spec, "there is no such file")
@@ -177,7 +200,9 @@ class NoContext(AssayError):
 class Context:
     """A KV cache for `sequences` windows of `length` tokens. Freed on leaving the `with` block."""
 
-    def __init__(self, library: Any, model: Any, spec: GgufSpec, *, sequences: int, length: int, block: int) -> None:
+    def __init__(
+        self, library: Any, model: Any, spec: GgufSpec, *, sequences: int, length: int, block: int
+    ) -> None:
         self._library = library
         self._sequences = sequences
         vocabulary = library.llama_model_get_vocab(model)
@@ -192,7 +217,8 @@ class Context:
         self._context = library.llama_init_from_model(model, parameters)
         if not self._context:
             raise NoContext(
-                f"llama.cpp cannot make a context for {sequences} windows of {length} tokens: {last_error()}",
+                f"llama.cpp cannot make a context for {sequences} windows of {length} tokens:"
+                f" {last_error()}",
                 finding_id="fidelity.engine_load",
                 remedy="use shorter windows; a quantised V cache needs flash attention",
             )
@@ -202,7 +228,10 @@ class Context:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._library.llama_batch_free(self._batch)
         self._library.llama_free(self._context)
@@ -211,8 +240,11 @@ class Context:
         """Forget everything that was read."""
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
 
-    def read(self, tokens: NDArray[np.int32], position: int, *, logits: bool) -> NDArray[np.float32] | None:
-        """Read `tokens` [B, n] at the positions from `position` on; logits [B, n, V] after each of them if asked for.
+    def read(
+        self, tokens: NDArray[np.int32], position: int, *, logits: bool
+    ) -> NDArray[np.float32] | None:
+        """Read `tokens` [B, n] at the positions from `position` on; logits [B, n, V] after each of
+        them if asked for.
 
         The array is llama.cpp's own and is overwritten by the next call.
         """
@@ -247,10 +279,13 @@ class Context:
 
 
 def tokenizer_facts(library: Any, model: Any) -> TokenizerFacts:
-    """Facts of the vocabulary of `model`. `bos_id` is the start token, None where the model puts none before a text."""
+    """Facts of the vocabulary of `model`. `bos_id` is the start token, None where the model puts
+    none before a text.
+    """
     vocabulary = library.llama_model_get_vocab(model)
     count = int(library.llama_vocab_n_tokens(vocabulary))
-    # Converters write the user's own tokens of SentencePiece vocabularies with spaces in place of transformers' ▁.
+    # Converters write the user's own tokens of SentencePiece vocabularies with spaces in place of
+    # transformers' ▁.
     sentencepiece = library.llama_vocab_type(vocabulary) == library.LLAMA_VOCAB_TYPE_SPM
     pieces = {}
     for token in range(count):
@@ -278,7 +313,9 @@ def encode(library: Any, vocabulary: Any, text: str) -> list[int]:
 
 
 def _decode(library: Any, vocabulary: Any, ids: Sequence[int]) -> str:
-    """Text of `ids`, special tokens included; bytes that are no UTF-8 become the replacement character."""
+    """Text of `ids`, special tokens included; bytes that are no UTF-8 become the replacement
+    character.
+    """
     tokens = (library.llama_token * len(ids))(*ids)
     size = 16 * len(ids) + 64
     while True:
@@ -290,13 +327,17 @@ def _decode(library: Any, vocabulary: Any, ids: Sequence[int]) -> str:
 
 
 _LOGIT_BYTES = 1 << 30
-"""Bound on the logits of one batch: windows × scored tokens × vocabulary × 4. One window may exceed it alone."""
+"""Bound on the logits of one batch: windows × scored tokens × vocabulary × 4. One window may exceed
+it alone.
+"""
 _AT_ONCE = 8
 """Windows that run together where nobody says how many."""
 
 
 class GgufScorer:
-    """Scores windows with llama.cpp. Attention reads K and V from the cache on every path, prefill included."""
+    """Scores windows with llama.cpp. Attention reads K and V from the cache on every path, prefill
+    included.
+    """
 
     def __init__(self, spec: GgufSpec, library: Any, model: Any) -> None:
         self.spec = spec
@@ -360,7 +401,12 @@ class GgufScorer:
             widest = max(hi - lo for lo, hi in blocks)
             try:
                 context = Context(
-                    self._library, self._model, self.spec, sequences=len(part), length=length, block=widest
+                    self._library,
+                    self._model,
+                    self.spec,
+                    sequences=len(part),
+                    length=length,
+                    block=widest,
                 )
             except NoContext as error:
                 if len(part) == 1:
@@ -368,7 +414,9 @@ class GgufScorer:
                 raise MemoryError from error
             with context:
                 rows = _score(context, part, job, blocks)
-                read += len(part) * context.bytes_per_token(length - 1) * sum(hi for _, hi in blocks)
+                read += (
+                    len(part) * context.bytes_per_token(length - 1) * sum(hi for _, hi in blocks)
+                )
             return rows
 
         def too_large(window: Window) -> AssayError:
@@ -379,8 +427,12 @@ class GgufScorer:
             self._engagement = Engagement(bytes_read=int(read), notes=notes)
             yield LogitRows(window, job.scored_from, values)
 
-    def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
-        """`count` greedy tokens after each of the equally long prefixes, all in one batch through the cache."""
+    def generate_greedy(
+        self, prefixes: Sequence[tuple[int, ...]], count: int
+    ) -> list[list[GreedyStep]]:
+        """`count` greedy tokens after each of the equally long prefixes, all in one batch through
+        the cache.
+        """
         import torch
 
         ids = np.array(prefixes, dtype=np.int32)
@@ -418,16 +470,24 @@ class GgufScorer:
 
 
 def plan_blocks(length: int, job: ScoreJob, prefill: int) -> list[tuple[int, int]]:
-    """The tokens lo … hi − 1 that each call reads, in order; the last token of a window predicts nothing.
+    """The tokens lo … hi − 1 that each call reads, in order; the last token of a window predicts
+    nothing.
 
-    Prefill is cut into blocks of `prefill` tokens, which bounds the logits of one call. On the other paths so is the
-    prefix; then come blocks of `job.chunk` tokens, or single ones.
+    Prefill is cut into blocks of `prefill` tokens, which bounds the logits of one call. On the
+    other paths so is the prefix; then come blocks of `job.chunk` tokens, or single ones.
     """
     last = length - 1
     prefix = last if job.path is ScoringPath.PREFILL else job.scored_from - 1
     step = 1 if job.path is ScoringPath.DECODE else job.chunk
     # A block is scored whole or not at all.
-    edges = sorted({*range(0, prefix, prefill), *range(prefix, last, step), min(job.scored_from - 1, last), last})
+    edges = sorted(
+        {
+            *range(0, prefix, prefill),
+            *range(prefix, last, step),
+            min(job.scored_from - 1, last),
+            last,
+        }
+    )
     return list(pairwise(edges))
 
 

@@ -1,4 +1,6 @@
-"""What this machine has free for an engine: cores, memory, a GPU; and what to do where memory runs out."""
+"""What this machine has free for an engine: cores, memory, a GPU; and what to do where memory runs
+out.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,12 @@ _run: tuple[Any, int] | None = None
 
 
 def choose_threads() -> int:
-    """How many threads torch should use: `OMP_NUM_THREADS` where it is set, else those of the interrupted run that goes
-    on (`begin_run`), else the cores that were free when they were first counted.
+    """How many threads torch should use: `OMP_NUM_THREADS` where it is set, else those of the
+    interrupted run that goes on (`begin_run`), else the cores that were free when they were first
+    counted.
 
-    The choice is made once a process, so that both sides of a comparison add their numbers in the same order.
+    The choice is made once a process, so that both sides of a comparison add their numbers in the
+    same order.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdecimal() and int(asked) > 0:
@@ -51,10 +55,11 @@ def choose_threads() -> int:
 def count_free_cores() -> int:
     """The cores that are free now, at least one.
 
-    Free cores are the least of: the physical cores that this process may run on (its affinity), the CPU quota of its
-    cgroup, and those that other programs leave idle over a quarter of a second. The load average stands in where the
-    system does not count idle time; it lags by a minute and also counts what this process did itself. One thread too many
-    costs far more than one too few: at the end of every operation all threads wait for the one that shares its core.
+    Free cores are the least of: the physical cores that this process may run on (its affinity), the
+    CPU quota of its cgroup, and those that other programs leave idle over a quarter of a second.
+    The load average stands in where the system does not count idle time; it lags by a minute and
+    also counts what this process did itself. One thread too many costs far more than one too few:
+    at the end of every operation all threads wait for the one that shares its core.
     """
     cpus = _allowed_cpus()
     before = _busy_seconds(cpus)
@@ -78,10 +83,11 @@ def use_threads(wanted: int = 0) -> int:
 
 
 def begin_run(about: Any) -> None:
-    """Begin a run, or go on with one that was interrupted less than a day ago: with as many threads as it had.
+    """Begin a run, or go on with one that was interrupted less than a day ago: with as many threads
+    as it had.
 
-    What is scored depends on the threads in its last bits: with as many as are free by now, nothing that was kept would
-    fit. `about` is plain data by which the run is known.
+    What is scored depends on the threads in its last bits: with as many as are free by now, nothing
+    that was kept would fit. `about` is plain data by which the run is known.
     """
     global _run
     threads, since = _kept_threads().get(about, (0, 0.0))
@@ -112,11 +118,18 @@ def _core_of(cpu: int) -> str:
 
 
 def _busy_seconds(cpus: frozenset[int]) -> float | None:
-    """Seconds since the start of the system in which `cpus` were not idle, own time left out; None where nobody counts."""
+    """Seconds since the start of the system in which `cpus` were not idle, own time left out; None
+    where nobody counts.
+    """
     total, seen = 0.0, False
     for line in _read("proc/stat").splitlines():
         name, *columns = line.split()
-        if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cpus and len(columns) >= 8:
+        if (
+            name.startswith("cpu")
+            and name[3:].isdecimal()
+            and int(name[3:]) in cpus
+            and len(columns) >= 8
+        ):
             user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, columns[:8])
             total += user + nice + system + irq + softirq + steal
             seen = True
@@ -149,7 +162,8 @@ def _cgroup(controller: str, name: str, version: int = 2) -> Iterator[str]:
         else:
             continue
         own = Path(path.strip("/"))
-        # A container may see its own group as the root of the tree while its path names it from outside.
+        # A container may see its own group as the root of the tree while its path names it from
+        # outside.
         for folder in (own, *own.parents):
             if text := _read(str(base / folder / name)):
                 yield text
@@ -177,8 +191,9 @@ def choose_device(asked: str = "auto") -> str:
 def free_memory(device: Any = "cpu") -> int:
     """Bytes that a computation on `device` (a torch.device or its name) can still take.
 
-    A GPU: what its driver calls free, and what torch's allocator holds without using it. A CPU: the memory that the
-    system calls available, within the limits of the cgroups; cached files count as free.
+    A GPU: what its driver calls free, and what torch's allocator holds without using it. A CPU: the
+    memory that the system calls available, within the limits of the cgroups; cached files count as
+    free.
     """
     if str(device).startswith("cuda"):
         import torch
@@ -186,7 +201,9 @@ def free_memory(device: Any = "cpu") -> int:
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + held)
     available = [
-        1024 * int(line.split()[1]) for line in _read("proc/meminfo").splitlines() if line.startswith("MemAvailable:")
+        1024 * int(line.split()[1])
+        for line in _read("proc/meminfo").splitlines()
+        if line.startswith("MemAvailable:")
     ]
     for version, limit, usage, cached in (
         (2, "memory.max", "memory.current", "inactive_file"),
@@ -201,31 +218,41 @@ def free_memory(device: Any = "cpu") -> int:
 
 
 _SHARE = 0.7
-"""Of the free memory that a batch may take: the rest is for the logits of its rows, and for what the formula leaves out."""
+"""Of the free memory that a batch may take: the rest is for the logits of its rows, and for what
+the formula leaves out.
+"""
 _TOKENS_AT_ONCE = {"cpu": 4_096, "cuda": 65_536}
 _WINDOWS_AT_ONCE = {"cpu": 16, "cuda": 64}
 """Beyond these more tokens of a prefill, and more windows that are decoded, make nothing faster."""
 
 
-def window_bytes(config: Any, size: int, length: int, job: ScoreJob, token_bytes: int, *, eager: bool = False) -> int:
+def window_bytes(
+    config: Any, size: int, length: int, job: ScoreJob, token_bytes: int, *, eager: bool = False
+) -> int:
     """Bytes that one window of `length` tokens takes while a model of transformers scores it.
 
-    With T tokens in the cache, S in the largest block that goes through at once, d the width of the model, f that of its
-    feed-forward layers (of the experts that a token goes to), H heads of width w and b = `size` bytes a number, it takes
+    With T tokens in the cache, S in the largest block that goes through at once, d the width of the
+    model, f that of its feed-forward layers (of the experts that a token goes to), H heads of width
+    w and b = `size` bytes a number, it takes
 
         the cache          T · `token_bytes` (of all layers; 0 where none is kept)
         one layer at work  S · (6 d + 3 f + 2 H w) · b
         eager attention    H · S · T · (b + 4), only where it is asked for
         final states       2 · T · d · b: blocks of them and the whole
 
-    bytes. The prefill path keeps no cache (T = S) unless a hook reads one. `config` has the names of transformers.
+    bytes. The prefill path keeps no cache (T = S) unless a hook reads one. `config` has the names
+    of transformers.
     """
     width = config.hidden_size
     heads = getattr(config, "num_attention_heads", None) or 1
     head_dim = getattr(config, "head_dim", None) or width // heads
     inner = getattr(config, "intermediate_size", None) or 4 * width
     prefill = job.path is ScoringPath.PREFILL
-    block = length if prefill else max(job.scored_from, job.chunk if job.path is ScoringPath.CHUNKED else 1)
+    block = (
+        length
+        if prefill
+        else max(job.scored_from, job.chunk if job.path is ScoringPath.CHUNKED else 1)
+    )
     work = block * (6 * width + 3 * inner + 2 * heads * head_dim) * size
     if eager:
         work += heads * block * length * (size + 4)
@@ -250,7 +277,12 @@ def out_of_memory(error: BaseException) -> bool:
     said = str(error)
     return isinstance(error, RuntimeError) and any(
         words in said
-        for words in ("can't allocate memory", "not enough memory", "out of memory", "STATUS_ALLOC_FAILED")
+        for words in (
+            "can't allocate memory",
+            "not enough memory",
+            "out of memory",
+            "STATUS_ALLOC_FAILED",
+        )
     )
 
 
@@ -259,12 +291,15 @@ def memory_error(what: str, device: Any, remedy: str = "") -> AssayError:
     return AssayError(
         f"out of memory with {what} on {device}",
         finding_id="fidelity.out_of_memory",
-        remedy=remedy or "give a smaller --length, a smaller type (?dtype=bfloat16) or another device (?device=cpu)",
+        remedy=remedy
+        or "give a smaller --length, a smaller type (?dtype=bfloat16) or another device (?device=cpu)",
     )
 
 
 class Batches:
-    """Runs items side by side, `size` at once; where memory runs out, half as many, and so on from there."""
+    """Runs items side by side, `size` at once; where memory runs out, half as many, and so on from
+    there.
+    """
 
     def __init__(self, size: int, most: int | None = None) -> None:
         """`size` is what is wanted, `most` what has been found to fit at most."""
@@ -283,7 +318,9 @@ class Batches:
         work: Callable[[Sequence[Item]], Sequence[Result]],
         too_large: Callable[[Item], AssayError],
     ) -> Iterator[tuple[Item, Result]]:
-        """Each item with its result, in order; `too_large` makes the error for an item that does not fit alone."""
+        """Each item with its result, in order; `too_large` makes the error for an item that does
+        not fit alone.
+        """
         done = 0
         while done < len(items):
             part, found = items[done : done + self.size], None
@@ -302,14 +339,17 @@ class Batches:
             done += len(part)
 
     def note(self) -> dict[str, int]:
-        """How many ran together, and how many were to where memory was too small for them, for the record."""
+        """How many ran together, and how many were to where memory was too small for them, for the
+        record.
+        """
         return {"windows": self.size} | ({"asked": self.asked} if self.size < self.asked else {})
 
 
 def give_back() -> None:
     """Return memory that is not used any more to the system, which takes it for free from then on.
 
-    glibc keeps what a model's tensors took: without `malloc_trim` a second model came on top of the first.
+    glibc keeps what a model's tensors took: without `malloc_trim` a second model came on top of the
+    first.
     """
     gc.collect()
     with suppress(OSError, AttributeError):  # another libc

@@ -1,12 +1,15 @@
-"""Engines on a Ray cluster: `--ray [ADDRESS]` opens every engine in workers, and batches of windows are their work.
+"""Engines on a Ray cluster: `--ray [ADDRESS]` opens every engine in workers, and batches of windows
+are their work.
 
-The driver cuts the text, plans the batches, keeps the results and judges them, as it does without Ray: a worker gets the
-batch that its engine would have formed anyway, with as many threads, and the results come back in the order of the windows.
-So every number is the same bit for bit, and a run that was interrupted under Ray goes on without it, and the other way round.
+The driver cuts the text, plans the batches, keeps the results and judges them, as it does without
+Ray: a worker gets the batch that its engine would have formed anyway, with as many threads, and the
+results come back in the order of the windows. So every number is the same bit for bit, and a run
+that was interrupted under Ray goes on without it, and the other way round.
 
-A worker that is lost (killed, out of memory, its node gone) is replaced where the cluster has room, and its batches are
-scored again. Workers whose set-up differs (versions, source, device, number format, threads, files of the model) are refused
-by name, so that no result is merged from two set-ups. No clock of a node is ever read.
+A worker that is lost (killed, out of memory, its node gone) is replaced where the cluster has room,
+and its batches are scored again. Workers whose set-up differs (versions, source, device, number
+format, threads, files of the model) are refused by name, so that no result is merged from two
+set-ups. No clock of a node is ever read.
 """
 
 from __future__ import annotations
@@ -27,7 +30,15 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from assay.engines.machine import choose_threads
-from assay.engines.ray_worker import Opened, Refusal, Worker, head_of, model_files, software, tables_of
+from assay.engines.ray_worker import (
+    Opened,
+    Refusal,
+    Worker,
+    head_of,
+    model_files,
+    software,
+    tables_of,
+)
 from assay.engines.scoring import (
     Engagement,
     GreedyStep,
@@ -51,11 +62,15 @@ _WORKER = "assay.engines.ray_worker"
 LOCAL = "local"
 """The address that stands for a cluster of this machine's own, which ends with the run."""
 TRIES = 3
-"""How often a batch is given to a worker before its loss is an error, and how often in a row workers may die as they open."""
+"""How often a batch is given to a worker before its loss is an error, and how often in a row
+workers may die as they open.
+"""
 AHEAD = 2
 """Batches that a worker has before it: the next one arrives while it scores."""
 HELLO_S = 60.0
-"""Seconds in which the first worker has to answer, and after which the run goes on with those that have answered."""
+"""Seconds in which the first worker has to answer, and after which the run goes on with those that
+have answered.
+"""
 
 
 # The driver's side: the workers of a run, and who does what.
@@ -89,7 +104,9 @@ class Actor:
 
 
 class Pool:
-    """The workers of one run. Use as a context manager: none of them is left at its end, however it comes."""
+    """The workers of one run. Use as a context manager: none of them is left at its end, however it
+    comes.
+    """
 
     KIND: type[Worker] = Worker
     AT_ONCE = AHEAD
@@ -144,7 +161,11 @@ class Pool:
 
     def _connect(self) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-        local = {"address": "local", "num_cpus": len(os.sched_getaffinity(0)), "include_dashboard": False}
+        local = {
+            "address": "local",
+            "num_cpus": len(os.sched_getaffinity(0)),
+            "include_dashboard": False,
+        }
         where = self.address
         if where not in (LOCAL, "auto"):
             host, _, port = where.rpartition(":")
@@ -155,15 +176,26 @@ class Pool:
         try:
             with self._said(f"joining Ray at {where}"):
                 self._ray.init(**(local if where == LOCAL else {"address": where}), **quiet)
-        except (ConnectionError, RuntimeError, ValueError, OSError, self._ray.exceptions.RayError) as error:
-            raise self._unreachable((str(error).strip() or type(error).__name__).splitlines()[0]) from error
+        except (
+            ConnectionError,
+            RuntimeError,
+            ValueError,
+            OSError,
+            self._ray.exceptions.RayError,
+        ) as error:
+            raise self._unreachable(
+                (str(error).strip() or type(error).__name__).splitlines()[0]
+            ) from error
 
     def _unreachable(self, why: str) -> AssayError:
         return AssayError(
             f"no Ray cluster can be joined at {self.address}: {why}",
             finding_id="fidelity.ray",
-            remedy="start one with `ray start --head`, and run this on one of its nodes, with its versions of Python and Ray; "
-            "a cluster that asks for a token needs RAY_AUTH_MODE=token here",
+            remedy=(
+                "start one with `ray start --head`, and run this on one of its nodes, with its"
+                " versions of Python and Ray; a cluster that asks for a token needs"
+                " RAY_AUTH_MODE=token here"
+            ),
         )
 
     # Who is there.
@@ -185,7 +217,10 @@ class Pool:
         gpus = 0
         on_gpu = not spec.startswith("gguf:") and options.get("device", "auto") != "cpu"
         if on_gpu and self._ray.cluster_resources().get("GPU", 0):
-            parallel = (options.get(name, "1") for name in ("tensor_parallel", "pipeline_parallel", "data_parallel"))
+            parallel = (
+                options.get(name, "1")
+                for name in ("tensor_parallel", "pipeline_parallel", "data_parallel")
+            )
             gpus = 1
             for size in parallel:
                 gpus *= int(size) if size.isdecimal() else 1
@@ -204,12 +239,14 @@ class Pool:
         what = _counted(needs.gpus, "GPU") if needs.gpus else _counted(needs.threads, "thread")
         if self._count > room or not room:
             raise UsageError(
-                f"the cluster has room for {_counted(room, 'worker')} with {what} each, not for {max(1, self._count)}",
+                f"the cluster has room for {_counted(room, 'worker')} with {what} each, not for"
+                f" {max(1, self._count)}",
                 remedy="give --workers fewer, more nodes" + ("" if needs.gpus else self.LEANER),
                 finding_id="fidelity.ray",
             )
         with self._said(
-            f"starting {_counted(self._count, 'worker')} with {what} each on {_counted(len(nodes), 'node')}"
+            f"starting {_counted(self._count, 'worker')} with {what} each on"
+            f" {_counted(len(nodes), 'node')}"
         ):
             for _ in range(self._count):
                 self._hire()
@@ -222,7 +259,9 @@ class Pool:
     def _hire(self) -> None:
         needs = self._needs
         assert needs is not None
-        kind = self._ray.remote(self.KIND).options(num_cpus=needs.cpus, num_gpus=needs.gpus, max_restarts=0)
+        kind = self._ray.remote(self.KIND).options(
+            num_cpus=needs.cpus, num_gpus=needs.gpus, max_restarts=0
+        )
         actor = Actor(kind.remote(needs.threads))
         self._starting[actor.handle.hello.remote()] = actor
 
@@ -230,7 +269,9 @@ class Pool:
         """Take in the workers that have answered within so many seconds."""
         if not self._starting:
             return
-        ready, _ = self._ray.wait(list(self._starting), num_returns=len(self._starting), timeout=seconds)
+        ready, _ = self._ray.wait(
+            list(self._starting), num_returns=len(self._starting), timeout=seconds
+        )
         for answer in ready:
             actor = self._starting.pop(answer)
             try:
@@ -251,7 +292,10 @@ class Pool:
         if (named := re.search(r"\bnode_id: (\w{8})", str(error))) and actor.node == _UNKNOWN:
             actor.node = f"node {named[1]}"
         self._lost.append(f"{actor.node}: {why}")
-        with self._said(f"lost a worker on {actor.node} ({why}); {self.AGAIN[0]}"), suppress(Exception):
+        with (
+            self._said(f"lost a worker on {actor.node} ({why}); {self.AGAIN[0]}"),
+            suppress(Exception),
+        ):
             self._ray.kill(actor.handle)
         if self._deaths >= TRIES * max(1, self._count):
             raise self._nobody()
@@ -264,7 +308,10 @@ class Pool:
         return AssayError(
             f"the workers on the cluster at {self.address} cannot be kept: {why}",
             finding_id="fidelity.ray",
-            remedy="what was measured is kept: look at that node (memory, disk, its log), then run the same command again",
+            remedy=(
+                "what was measured is kept: look at that node (memory, disk, its log), then run the"
+                " same command again"
+            ),
             evidence={"lost": list(self._lost)},
         )
 
@@ -274,10 +321,13 @@ class Pool:
         differing = [name for name in known if known[name] != setup.get(name)]
         if differing:
             raise AssayError(
-                f"{where} has another set-up than {first}: {_difference(known, setup, differing[0])}; results of the two "
-                "are not merged",
+                f"{where} has another set-up than {first}:"
+                f" {_difference(known, setup, differing[0])}; results of the two are not merged",
                 finding_id="fidelity.other_setup",
-                remedy="give all nodes the same versions and files, or take the node out of the cluster",
+                remedy=(
+                    "give all nodes the same versions and files, or take the node out of the"
+                    " cluster"
+                ),
                 evidence={"differs": differing},
             )
 
@@ -287,7 +337,9 @@ class Pool:
     # Who does what.
 
     def each(self, spec: str) -> Opened:
-        """Open the engine in all workers that have not; what it is. AssayError where set-ups differ, or one cannot open it."""
+        """Open the engine in all workers that have not; what it is. AssayError where set-ups
+        differ, or one cannot open it.
+        """
         found: Opened | None = None
         with self._said(f"opening {self._name(spec)} in {_counted(self.size, 'worker')}"):
             while True:
@@ -324,7 +376,9 @@ class Pool:
             self._agree(f"{spec} files", actor.node, opened.setup)
         self._agree(spec, actor.node, opened.setup)
         actor.opened.add(spec)
-        measured_on({name: opened.environment[name] for name in ("platform", "cpu", "cpu_count", "gpu")})
+        measured_on(
+            {name: opened.environment[name] for name in ("platform", "cpu", "cpu_count", "gpu")}
+        )
         return opened
 
     def any(self, spec: str, method: str, *given: Any) -> Any:
@@ -344,10 +398,14 @@ class Pool:
                 self._bury(actor, error)
         return found or [self.any(spec, "run", target, *given)]
 
-    def map(self, spec: str, units: Sequence[Callable[[], tuple[str, tuple[Any, ...]]]]) -> Iterator[Any]:
-        """The answers to all units, in their order; a unit is called for its method and arguments when its turn comes.
+    def map(
+        self, spec: str, units: Sequence[Callable[[], tuple[str, tuple[Any, ...]]]]
+    ) -> Iterator[Any]:
+        """The answers to all units, in their order; a unit is called for its method and arguments
+        when its turn comes.
 
-        At most `AHEAD` units a worker are under way, and no more than twice as many wait for one before them.
+        At most `AHEAD` units a worker are under way, and no more than twice as many wait for one
+        before them.
         """
         todo: deque[int] = deque(range(len(units)))
         asked: dict[int, tuple[str, tuple[Any, ...]]] = {}
@@ -357,14 +415,20 @@ class Pool:
         next_out = 0
         try:
             while next_out < len(units):
-                while todo and todo[0] < next_out + 2 * AHEAD * self.size and (actor := self._free(spec)):
+                while (
+                    todo
+                    and todo[0] < next_out + 2 * AHEAD * self.size
+                    and (actor := self._free(spec))
+                ):
                     unit = todo.popleft()
                     try:
                         if unit not in asked:
                             asked[unit] = units[unit]()
                         method, given = asked[unit]
                         under_way[getattr(actor.handle, method).remote(spec, *given)] = unit, actor
-                    except BaseException:  # the reference cannot be read: the worker has nothing to do
+                    except (
+                        BaseException
+                    ):  # the reference cannot be read: the worker has nothing to do
                         actor.load -= 1
                         raise
                 if not under_way:
@@ -400,14 +464,20 @@ class Pool:
     def _free(self, spec: str) -> Actor | None:
         """A worker that may be given one batch more."""
         with self._lock:
-            ready = [actor for actor in self._actors if spec in actor.opened and actor.load < self.AT_ONCE]
+            ready = [
+                actor
+                for actor in self._actors
+                if spec in actor.opened and actor.load < self.AT_ONCE
+            ]
             actor = min(ready, key=lambda a: a.load, default=None)
             if actor:
                 actor.load += 1
             return actor
 
     def _recruit(self, spec: str, wait: bool = True) -> None:
-        """Take in workers that have come, and open the engine in them; wait for one where there is none."""
+        """Take in workers that have come, and open the engine in them; wait for one where there is
+        none.
+        """
         with self._lock:
             before = len(self._actors)
             busy = any(spec in actor.opened for actor in self._actors)
@@ -431,15 +501,19 @@ class Pool:
 
     def _hopeless(self, actor: Actor, error: BaseException) -> AssayError:
         return AssayError(
-            f"{actor.node}: the worker was lost, as were those that tried the same {self.TOO_MUCH[0]} before ({TRIES} in all): "
-            f"{_reason(error)}",
+            f"{actor.node}: the worker was lost, as were those that tried the same"
+            f" {self.TOO_MUCH[0]} before ({TRIES} in all): {_reason(error)}",
             finding_id="fidelity.ray",
-            remedy=f"{self.TOO_MUCH[1]}what was measured is kept, the same command goes on from there",
+            remedy=(
+                f"{self.TOO_MUCH[1]}what was measured is kept, the same command goes on from there"
+            ),
             evidence={"lost": list(self._lost)},
         )
 
     def sent(self, head: Head) -> list[Any]:
-        """A reference to an output head, which goes to every node once. In a list, so that Ray hands it over unread."""
+        """A reference to an output head, which goes to every node once. In a list, so that Ray
+        hands it over unread.
+        """
         with self._lock:
             if not self._sent or self._sent[0] is not head:
                 self._sent = (head, [self._ray.put(head_of(_Holder(head)))])
@@ -555,10 +629,13 @@ class RayScorer:
         return self._engagement
 
     def score_windows(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[WindowRows]:
-        """The rows of every window, in order. AssayError for an engine without final states: its rows are too large to send."""
+        """The rows of every window, in order. AssayError for an engine without final states: its
+        rows are too large to send.
+        """
         if not self.ability.states:
             raise AssayError(
-                f"{self.spec.partition('?')[0]} gives whole rows of logits, which are too large to send from node to node",
+                f"{self.spec.partition('?')[0]} gives whole rows of logits, which are too large to"
+                " send from node to node",
                 finding_id="fidelity.no_states",
                 remedy="name it as the candidate, or run without --ray",
             )
@@ -570,12 +647,19 @@ class RayScorer:
     def observe_windows(
         self, rows: Iterator[WindowRows], windows: Sequence[Window], job: ScoreJob, target: str
     ) -> Iterator[Any]:
-        """What `target(rows of the reference, engine, windows, job)` sees of each window, in order, seen in the workers."""
+        """What `target(rows of the reference, engine, windows, job)` sees of each window, in order,
+        seen in the workers.
+        """
 
         def message(row: WindowRows) -> Any:
             if isinstance(row, LogitRows):
                 return replace(row, values=row.values.detach().cpu().clone())
-            return row.window, row.first, row.states.detach().cpu().clone(), self._pool.sent(row.head)
+            return (
+                row.window,
+                row.first,
+                row.states.detach().cpu().clone(),
+                self._pool.sent(row.head),
+            )
 
         def more(part: Sequence[Window]) -> tuple[Any, ...]:
             return [message(row) for _, row in zip(part, rows, strict=False)], target
@@ -583,13 +667,17 @@ class RayScorer:
         for _, done in self._batches(windows, job, "observe", more):
             yield from done
 
-    def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+    def generate_greedy(
+        self, prefixes: Sequence[tuple[int, ...]], count: int
+    ) -> list[list[GreedyStep]]:
         """`count` greedy tokens after each prefix, all in one batch on one worker."""
         found: list[list[GreedyStep]] = self.ask(f"{_WORKER}:greedy_of", list(prefixes), count)
         return found
 
     def close(self) -> None:
-        """Nothing: the next engine takes its place in the workers, and all of them end with the run."""
+        """Nothing: the next engine takes its place in the workers, and all of them end with the
+        run.
+        """
 
     def _batches(
         self,
@@ -612,11 +700,15 @@ class RayScorer:
         def unit(number: int) -> Callable[[], tuple[str, tuple[Any, ...]]]:
             own = job
             if "first" in config and isinstance(job.hook, HookSpec):
-                own = replace(job, hook=replace(job.hook, config={**config, "first": number * step}))
+                own = replace(
+                    job, hook=replace(job.hook, config={**config, "first": number * step})
+                )
             return lambda: (method, (parts[number], own, *more(parts[number])))
 
         tables = tables_of(job)
-        for part, done in zip(parts, self._pool.map(self.spec, [unit(i) for i in range(len(parts))]), strict=True):
+        for part, done in zip(
+            parts, self._pool.map(self.spec, [unit(i) for i in range(len(parts))]), strict=True
+        ):
             if done.tables != tables:
                 raise AssayError(
                     f"a node has another file at {config['calibration']} than this machine",
@@ -657,9 +749,13 @@ def _joined(one: Engagement, other: Engagement) -> Engagement:
         before, after = one.notes[name], other.notes[name]
         if isinstance(before, Mapping) and "streams" in before:
             keys = {**before["streams"], **after["streams"]}
-            streams = {k: [*before["streams"].get(k, ()), *after["streams"].get(k, ())] for k in keys}
+            streams = {
+                k: [*before["streams"].get(k, ()), *after["streams"].get(k, ())] for k in keys
+            }
             notes[name] = {**after, "streams": streams}
-    return Engagement(total(one.fires, other.fires), total(one.bytes_read, other.bytes_read), layers, notes)
+    return Engagement(
+        total(one.fires, other.fires), total(one.bytes_read, other.bytes_read), layers, notes
+    )
 
 
 # A verb on a cluster.
@@ -668,7 +764,9 @@ Verb = TypeVar("Verb", bound=Callable[..., Report])
 
 
 def on_ray(run: Verb) -> Verb:
-    """A verb `run(plan, …)` whose engines are opened on the cluster that its plan names, here where it names none."""
+    """A verb `run(plan, …)` whose engines are opened on the cluster that its plan names, here where
+    it names none.
+    """
 
     @wraps(run)
     def wrapped(plan: Any, *args: Any, **named: Any) -> Report:

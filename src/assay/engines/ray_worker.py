@@ -1,4 +1,6 @@
-"""A worker of a Ray cluster: an engine in a process of its own, on whatever node Ray put it (see `ray_scorer`)."""
+"""A worker of a Ray cluster: an engine in a process of its own, on whatever node Ray put it (see
+`ray_scorer`).
+"""
 
 from __future__ import annotations
 
@@ -31,6 +33,7 @@ from assay.engines.scoring import (
 from assay.engines.specs import open_scorer
 from assay.environment import describe
 from assay.errors import AssayError
+from assay.plugins import packages
 from assay.runs import Kept, cache_path, source_digest
 
 Found = TypeVar("Found")
@@ -38,7 +41,9 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Refusal:
-    """An error of a worker in parts: exceptions with named arguments do not survive the way between processes."""
+    """An error of a worker in parts: exceptions with named arguments do not survive the way between
+    processes.
+    """
 
     message: str
     finding_id: str
@@ -48,13 +53,18 @@ class Refusal:
     def error(self, where: str = "") -> AssayError:
         """The error itself; `where` names the node."""
         return AssayError(
-            f"{where}{self.message}", finding_id=self.finding_id, remedy=self.remedy, evidence=self.evidence
+            f"{where}{self.message}",
+            finding_id=self.finding_id,
+            remedy=self.remedy,
+            evidence=self.evidence,
         )
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An engine as its worker sees it. `setup` is what has to agree between workers, `environment` what a report says."""
+    """An engine as its worker sees it. `setup` is what has to agree between workers, `environment`
+    what a report says.
+    """
 
     tokenizer: TokenizerFacts | None
     vocabulary: tuple[str, int, int | None]
@@ -66,7 +76,9 @@ class Opened:
 
 @dataclass(frozen=True)
 class Done:
-    """A batch that was scored: `found` of it, what took part, and what the engine says of itself now."""
+    """A batch that was scored: `found` of it, what took part, and what the engine says of itself
+    now.
+    """
 
     found: Any
     engagement: Engagement
@@ -106,10 +118,17 @@ class Worker:
                 del machine["cpu"]
             facts = engine.describe()
             steady = {name: value for name, value in facts.items() if name not in ROOM_FACTS}
-            setup = {**software(), **machine, "engine": steady, "files of the model": model_files(spec)}
+            setup = {
+                **software(),
+                **machine,
+                "engine": steady,
+                "files of the model": model_files(spec),
+            }
             tokenizer = engine.tokenizer
             vocabulary = (tokenizer.sha256, tokenizer.vocab_size, tokenizer.bos_id)
-            self._opened = Opened(_sendable(tokenizer), vocabulary, engine.ability, facts, setup, there)
+            self._opened = Opened(
+                _sendable(tokenizer), vocabulary, engine.ability, facts, setup, there
+            )
             return self._opened
 
         return _answer(opened)
@@ -171,11 +190,13 @@ def software() -> dict[str, Any]:
     """What has to be the same on all nodes whatever they score: packages, and the source of assay."""
     there = describe()
     known = {name: there[name] for name in ("assay", "python", "plugins", "packages")}
-    return {**known, "source of assay": source_digest(".")}
+    return {**known, "source of assay": source_digest(".", *packages("assay.verbs").values())}
 
 
 def model_files(spec: str) -> dict[str, str]:
-    """SHA-256 of the files of the model of `spec` on this machine, by name; each is read once for each state it is in."""
+    """SHA-256 of the files of the model of `spec` on this machine, by name; each is read once for
+    each state it is in.
+    """
     name = spec.partition("?")[0].partition(":")[2]
     path = Path(name).expanduser()
     if not path.exists() and find_spec("huggingface_hub"):
@@ -208,7 +229,9 @@ def batch_of(engine: Any, windows: Sequence[Window], job: ScoreJob) -> int:
     return int(own(windows, job)) if own else job.batch or 4
 
 
-def greedy_of(engine: Any, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+def greedy_of(
+    engine: Any, prefixes: Sequence[tuple[int, ...]], count: int
+) -> list[list[GreedyStep]]:
     """Greedy continuations by the engine."""
     found: list[list[GreedyStep]] = engine.generate_greedy(prefixes, count)
     return found
@@ -248,7 +271,9 @@ def _sendable(tokenizer: TokenizerFacts) -> TokenizerFacts | None:
 
 
 def tables_of(job: ScoreJob) -> str:
-    """SHA-256 of the calibration that the hook of a job reads on this machine; empty where it reads none."""
+    """SHA-256 of the calibration that the hook of a job reads on this machine; empty where it reads
+    none.
+    """
     config = job.hook.config if isinstance(job.hook, HookSpec) else {}
     path = config.get("calibration")
     return _sha256(Path(path)) if path else ""

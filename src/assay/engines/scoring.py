@@ -1,8 +1,10 @@
-"""Scoring of token windows: what a comparison asks of an engine, and the form in which it gets the answer.
+"""Scoring of token windows: what a comparison asks of an engine, and the form in which it gets the
+answer.
 
-The common currency is the *final state*: what the output head is applied to, after the final norm, [tokens, d].
-Logits over the whole vocabulary are rebuilt from it by blocks of rows, so that memory never holds windows ×
-vocabulary and a stored reference is small. An engine that gives no states gives logits of one window at a time.
+The common currency is the *final state*: what the output head is applied to, after the final norm,
+[tokens, d]. Logits over the whole vocabulary are rebuilt from it by blocks of rows, so that memory
+never holds windows × vocabulary and a stored reference is small. An engine that gives no states
+gives logits of one window at a time.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ if TYPE_CHECKING:
 
 
 ROOM_FACTS = frozenset({"threads", "batch", "kv_cache_tokens", "unequal_memory"})
-"""What an engine says of itself that follows from what a machine had free: it makes no other engine, and no other number but for
-last bits."""
+"""What an engine says of itself that follows from what a machine had free: it makes no other
+engine, and no other number but for last bits."""
 
 
 @dataclass(frozen=True)
 class GreedyStep:
-    """One token of a greedy continuation: the likeliest, the next likeliest, and their log-probabilities in nats."""
+    """One token of a greedy continuation: the likeliest, the next likeliest, and their
+    log-probabilities in nats.
+    """
 
     token: int
     runner_up: int
@@ -51,7 +55,9 @@ class GreedyStep:
 class GreedyGenerator(Protocol):
     """An engine that continues prefixes greedily."""
 
-    def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+    def generate_greedy(
+        self, prefixes: Sequence[tuple[int, ...]], count: int
+    ) -> list[list[GreedyStep]]:
         """`count` tokens after each prefix, past any end of text. All prefixes are equally long."""
         ...
 
@@ -76,14 +82,18 @@ def top_two(logits: torch.Tensor) -> list[GreedyStep]:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on `device`. A GPU fetches it from pinned memory when its turn comes, and nobody waits for it."""
+    """The tensor on `device`. A GPU fetches it from pinned memory when its turn comes, and nobody
+    waits for it.
+    """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def to_host(groups: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """The same tensors in the main memory: one copy for all of a type and device, as each copy waits for the device."""
+    """The same tensors in the main memory: one copy for all of a type and device, as each copy
+    waits for the device.
+    """
     found = [dict(group) for group in groups]
     away: dict[tuple[torch.dtype, torch.device], list[tuple[int, str]]] = defaultdict(list)
     for i, group in enumerate(groups):
@@ -91,7 +101,9 @@ def to_host(groups: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torc
             if tensor.device.type != "cpu":
                 away[tensor.dtype, tensor.device].append((i, name))
     for places in away.values():
-        copies = copied_together([groups[i][name] for i, name in places], lambda joined: joined.cpu())
+        copies = copied_together(
+            [groups[i][name] for i, name in places], lambda joined: joined.cpu()
+        )
         for (i, name), values in zip(places, copies, strict=True):
             found[i][name] = values
     return found
@@ -103,7 +115,9 @@ def copied_together(
     """What one `copy` of all tensors of one type, joined, makes of each."""
     import torch
 
-    parts = copy(torch.cat([tensor.reshape(-1) for tensor in tensors])).split([t.numel() for t in tensors])
+    parts = copy(torch.cat([tensor.reshape(-1) for tensor in tensors])).split(
+        [t.numel() for t in tensors]
+    )
     return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
@@ -133,7 +147,9 @@ class Window:
 
 @dataclass(frozen=True)
 class HookSpec:
-    """Something that takes part in the forward pass, by import path (`package.module:factory`) and plain settings."""
+    """Something that takes part in the forward pass, by import path (`package.module:factory`) and
+    plain settings.
+    """
 
     target: str
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -143,9 +159,10 @@ class HookSpec:
 class ScoreJob:
     """How windows are scored.
 
-    Tokens `scored_from`… of every window are scored (at least 1: nothing comes before token 0). On the paths that
-    read the cache the first `scored_from − 1` tokens are prefilled in one pass; the rest goes in blocks of `chunk`
-    tokens, or one by one. `batch` windows run together; 0: as many as the engine finds room for.
+    Tokens `scored_from`… of every window are scored (at least 1: nothing comes before token 0). On
+    the paths that read the cache the first `scored_from − 1` tokens are prefilled in one pass; the
+    rest goes in blocks of `chunk` tokens, or one by one. `batch` windows run together; 0: as many
+    as the engine finds room for.
     """
 
     path: ScoringPath = ScoringPath.PREFILL
@@ -164,9 +181,10 @@ class ScoreJob:
 class Head:
     """The output head: final states to logits, as the engine itself computes them.
 
-    `weight` is [V, d], `bias` [V] or None. Logits are (h Wᵀ + b) · `scale`, then `softcap` · tanh(x / softcap) where
-    there is a cap. The product runs in the type of the weight, as in the engine; its rounding is part of what the
-    engine serves. Rows past the real vocabulary (padding) are not part of it.
+    `weight` is [V, d], `bias` [V] or None. Logits are (h Wᵀ + b) · `scale`, then `softcap` · tanh(x
+    / softcap) where there is a cap. The product runs in the type of the weight, as in the engine;
+    its rounding is part of what the engine serves. Rows past the real vocabulary (padding) are not
+    part of it.
     """
 
     def __init__(
@@ -182,7 +200,9 @@ class Head:
         self.softcap = softcap
         self.scale = scale
         self.file: Path | None = None
-        """A safetensors file that holds it as `weight` and `bias`, where it came from one: ranks read their rows of it."""
+        """A safetensors file that holds it as `weight` and `bias`, where it came from one: ranks
+        read their rows of it.
+        """
         self._elsewhere: dict[str, Head] = {}
 
     @property
@@ -219,11 +239,12 @@ class Head:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """What one of several ranks has of a vocabulary: ids `first` … of the `vocab_size` that both sides know.
+    """What one of several ranks has of a vocabulary: ids `first` … of the `vocab_size` that both
+    sides know.
 
-    The ranks' shards follow one another without a gap; one may be empty. Each rank's heads hold its rows alone, and only
-    sums over them travel: `gather` gives a tensor of every rank, in the order of the ranks, as [ranks, …]; all ranks
-    must call it equally often.
+    The ranks' shards follow one another without a gap; one may be empty. Each rank's heads hold its
+    rows alone, and only sums over them travel: `gather` gives a tensor of every rank, in the order
+    of the ranks, as [ranks, …]; all ranks must call it equally often.
     """
 
     first: int
@@ -268,7 +289,8 @@ class StateRows:
 class LogitRows:
     """Rows as logits [count, V], where an engine gives no states.
 
-    `rest`: they are log-probabilities of a part of the distribution, −inf for every id that is not in it.
+    `rest`: they are log-probabilities of a part of the distribution, −inf for every id that is not
+    in it.
     """
 
     window: Window
@@ -300,15 +322,16 @@ class LogitRows:
 
 
 WindowRows = StateRows | LogitRows
-"""The distributions of one window: row i is that of token `first + i`, given all tokens before it."""
+"""The distributions of one window: row i is that of token `first + i`, given all tokens before it.
+"""
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
     """What a comparison needs to know of a tokenizer.
 
-    `sha256` is `vocabulary_sha256` of its pieces. `bos_id` is the start token that it puts before a text, None where it
-    puts none (whether or not it names one). `encode` adds no special tokens.
+    `sha256` is `vocabulary_sha256` of its pieces. `bos_id` is the start token that it puts before a
+    text, None where it puts none (whether or not it names one). `encode` adds no special tokens.
     """
 
     sha256: str
@@ -319,7 +342,9 @@ class TokenizerFacts:
 
 
 def vocabulary_sha256(pieces: Mapping[str, int]) -> str:
-    """Hash of a vocabulary: all (id, piece) in the order of ids. Equal hashes: an id means the same on both sides."""
+    """Hash of a vocabulary: all (id, piece) in the order of ids. Equal hashes: an id means the same
+    on both sides.
+    """
     digest = hashlib.sha256()
     for piece, token in sorted(pieces.items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{token}\t{piece}\n".encode("utf-8", "surrogatepass"))
@@ -343,8 +368,9 @@ class ScoringAbility:
 class Engagement:
     """Proof of what took part in the numbers, counted while scoring.
 
-    `fires` counts calls of the hook (None where there was none), `bytes_read` the cache bytes that attention read on
-    the scored steps (None where it cannot be told), `per_layer` the fires of each layer.
+    `fires` counts calls of the hook (None where there was none), `bytes_read` the cache bytes that
+    attention read on the scored steps (None where it cannot be told), `per_layer` the fires of each
+    layer.
     """
 
     fires: int | None = None
@@ -385,11 +411,12 @@ class ScoringEngine(Protocol):
 
 
 class EngineHook(Protocol):
-    """What a hook may do while a model of transformers scores. All methods are called in this order.
+    """What a hook may do while a model of transformers scores. All methods are called in this
+    order.
 
-    A hook that needs to see a batch more than once (to capture, then to replace) sets `passes`; rows come from the
-    last pass. A hook that can forget a batch that did not fit into memory, so that it may run again by halves, has
-    `discard()`.
+    A hook that needs to see a batch more than once (to capture, then to replace) sets `passes`;
+    rows come from the last pass. A hook that can forget a batch that did not fit into memory, so
+    that it may run again by halves, has `discard()`.
     """
 
     passes: int
@@ -412,7 +439,9 @@ class EngineHook(Protocol):
 
 
 def load_hook(spec: HookSpec | EngineHook) -> Any:
-    """The hook itself: its factory is imported and called with its settings. AssayError where that does not exist."""
+    """The hook itself: its factory is imported and called with its settings. AssayError where that
+    does not exist.
+    """
     if not isinstance(spec, HookSpec):
         return spec
     module, _, attribute = spec.target.partition(":")
@@ -428,7 +457,9 @@ def load_hook(spec: HookSpec | EngineHook) -> Any:
 
 
 def check_windows(windows: Sequence[Window], job: ScoreJob) -> int:
-    """The common length of the windows; UsageError unless all are equally long and longer than `scored_from`."""
+    """The common length of the windows; UsageError unless all are equally long and longer than
+    `scored_from`.
+    """
     lengths = {len(w.tokens) for w in windows}
     if len(lengths) != 1:
         raise UsageError(f"windows must be equally long, got lengths {sorted(lengths)}")

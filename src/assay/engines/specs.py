@@ -1,4 +1,6 @@
-"""How an engine is written on the command line, read without torch; and the engine that is written so, opened."""
+"""How an engine is written on the command line, read without torch; and the engine that is written
+so, opened.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,6 @@ from assay.engines.server.http import without_credentials
 from assay.errors import AssayError, UsageError
 from assay.plugins import get, names
 
-# -----------------------------------------------------------------------------
 # How an engine in this process is written: `hf:PATH?dtype=float32&device=cpu`.
 
 
@@ -27,7 +28,9 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Accepted values of `dtype`; `auto` is the type in which the checkpoint is stored."""
 
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Accepted values of `kv_cache_dtype`, by vLLM's names; `auto` is the type of the model, `fp8` is `fp8_e4m3`."""
+"""Accepted values of `kv_cache_dtype`, by vLLM's names; `auto` is the type of the model, `fp8` is
+`fp8_e4m3`.
+"""
 
 _CONFIGS = ("config.json", "adapter_config.json")
 
@@ -41,7 +44,9 @@ class HfSpec:
     device: str = "auto"
     """`auto` is the GPU where torch finds one, else the CPU."""
     attention: str = "sdpa"
-    """`sdpa`, `eager`, … of transformers; `assay` is its own product for one new token (see `hf.cache`)."""
+    """`sdpa`, `eager`, … of transformers; `assay` is its own product for one new token (see
+    `hf.cache`).
+    """
     weights: str = ""
     """A transformation of the weights after loading, such as `polar(bits=4)`; empty: as stored."""
     kv_cache_dtype: str = "auto"
@@ -55,12 +60,16 @@ class HfSpec:
             raise AssayError(
                 f"hf:{self.model}?kv_cache_dtype={self.kv_cache_dtype}: {self.unread}",
                 finding_id="fidelity.missing_capability",
-                remedy="score by --path decode or chunked (assay kv: --mode decode; assay gap: --mode decode --base-mode decode), "
-                "or leave it out",
+                remedy=(
+                    "score by --path decode or chunked (assay kv: --mode decode; assay gap: --mode"
+                    " decode --base-mode decode), or leave it out"
+                ),
             )
 
     def refuse_what_is_not_there(self) -> None:
-        """AssayError where a local model is no checkpoint, or torch knows no such device here; loads nothing."""
+        """AssayError where a local model is no checkpoint, or torch knows no such device here;
+        loads nothing.
+        """
         path = Path(self.model)
         if path.is_file():
             problem = "it is a file"
@@ -82,7 +91,9 @@ class HfSpec:
 
         try:
             kind = torch.device(self.device).type
-            problem = "" if kind != "cuda" or torch.cuda.is_available() else "torch finds no GPU here"
+            problem = (
+                "" if kind != "cuda" or torch.cuda.is_available() else "torch finds no GPU here"
+            )
         except RuntimeError as error:
             problem = str(error).strip().partition("\n")[0]
         if problem:
@@ -97,13 +108,18 @@ class HfSpec:
         """Why the prefill path is no path for a cache of another type; empty for `auto`."""
         if self.kv_cache_dtype == "auto":
             return ""
-        return f"kv_cache_dtype={self.kv_cache_dtype} changes what is read from a KV cache, and the prefill path reads none"
+        return (
+            f"kv_cache_dtype={self.kv_cache_dtype} changes what is read from a KV cache, and the"
+            " prefill path reads none"
+        )
 
 
 def parse_spec(spec: str) -> HfSpec:
     """Read `hf:MODEL?option=value&…`, or a plain MODEL; UsageError on an unknown option or value."""
     options: dict[str, Any] = {field.name: field.default for field in fields(HfSpec)[1:]}
-    model, given = read_options(spec, "hf:", list(options), example="hf:PATH, such as hf:./model?dtype=float32")
+    model, given = read_options(
+        spec, "hf:", list(options), example="hf:PATH, such as hf:./model?dtype=float32"
+    )
     options |= dict(given)
     for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
         if options[name] not in known:
@@ -141,7 +157,9 @@ def tokenizer_facts(tokenizer: Any) -> TokenizerFacts:
 
 
 def start_token(tokenizer: Any) -> int | None:
-    """The id that the tokenizer puts before a text; None where it puts none, even if it names one (SmolLM2)."""
+    """The id that the tokenizer puts before a text; None where it puts none, even if it names one
+    (SmolLM2).
+    """
     bos: int | None = tokenizer.bos_token_id
     return bos if bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos] else None
 
@@ -149,8 +167,9 @@ def start_token(tokenizer: Any) -> int | None:
 def document_start(tokenizer: Any) -> int:
     """The id after which a text of the model's own begins.
 
-    The start token where the tokenizer puts one before a text, else `<|endoftext|>`, with which models that have no
-    start token separate documents, else the start or end token that it names. AssayError where it has none of these.
+    The start token where the tokenizer puts one before a text, else `<|endoftext|>`, with which
+    models that have no start token separate documents, else the start or end token that it names.
+    AssayError where it has none of these.
     """
     between = tokenizer.get_vocab().get("<|endoftext|>")
     for token in (start_token(tokenizer), between, tokenizer.bos_token_id, tokenizer.eos_token_id):
@@ -167,7 +186,9 @@ def document_start(tokenizer: Any) -> int:
 
 
 def require_packages(what: str) -> None:
-    """Raise AssayError where torch or transformers is not installed; imports neither. `what` needs them."""
+    """Raise AssayError where torch or transformers is not installed; imports neither. `what` needs
+    them.
+    """
     for name in ("torch", "transformers"):
         if find_spec(name) is None:
             raise AssayError(
@@ -177,10 +198,12 @@ def require_packages(what: str) -> None:
             )
 
 
-# Weights changed after loading: what a quantisation would make of them, as `?weights=NAME(option=value)`.
+# Weights changed after loading: what a quantisation would make of them, as
+# `?weights=NAME(option=value)`.
 
-# The group `assay.weights` holds functions `(model, **options) -> int` that change the linear layers of a loaded model in
-# place and return the bytes that all its parameters would take as stored.
+# The group `assay.weights` holds functions `(model, **options) -> int` that change the linear
+# layers of a loaded model in place and return the bytes that all its parameters would take as
+# stored.
 
 
 def weight_bytes(model: Any) -> int:
@@ -189,7 +212,8 @@ def weight_bytes(model: Any) -> int:
 
 
 def transform_weights(model: Any, spec: str) -> int:
-    """Apply `polar(bits=4)` or `int(bits=4, group=128)` to `model`; UsageError for what is not known.
+    """Apply `polar(bits=4)` or `int(bits=4, group=128)` to `model`; UsageError for what is not
+    known.
 
     Returns the bytes that the weights would take as stored.
     """
@@ -198,7 +222,9 @@ def transform_weights(model: Any, spec: str) -> int:
         return int(get("assay.weights", name)(model, **options))
     except TypeError as error:  # an option of the wrong kind
         raise UsageError(
-            f"weights={spec}: {error}", remedy="look at the options in docs/compare.md", finding_id="fidelity.usage"
+            f"weights={spec}: {error}",
+            remedy="look at the options in docs/compare.md",
+            finding_id="fidelity.usage",
         ) from error
 
 
@@ -208,7 +234,9 @@ def parse_transform(spec: str) -> tuple[str, dict[str, Any]]:
     function = get("assay.weights", name)
     known = list(inspect.signature(function).parameters.values())[1:]
     hints = get_type_hints(function)
-    odd = next((o for o, value in options.items() if o in hints and type(value) is not hints[o]), None)
+    odd = next(
+        (o for o, value in options.items() if o in hints and type(value) is not hints[o]), None
+    )
     if odd:
         raise UsageError(
             f"weights={spec}: {odd} must be {hints[odd].__name__}, got {options[odd]!r}",
@@ -243,7 +271,10 @@ def _read(spec: str) -> tuple[str, dict[str, Any]]:
     if get("assay.weights", call.func.id) is None:
         raise UsageError(
             f"weights={spec!r}: unknown transformation {call.func.id!r}",
-            remedy=f"one of {', '.join(names('assay.weights'))}, with options in parentheses: weights=int(bits=8)",
+            remedy=(
+                f"one of {', '.join(names('assay.weights'))}, with options in parentheses:"
+                " weights=int(bits=8)"
+            ),
             finding_id="fidelity.usage",
         )
     try:
@@ -256,7 +287,6 @@ def _read(spec: str) -> tuple[str, dict[str, Any]]:
         ) from error
 
 
-# -----------------------------------------------------------------------------
 # Open an engine.
 
 # prefix: `module:class` with a `load(spec)`.
@@ -282,7 +312,8 @@ def added_engine(spec: str) -> Any:
 
 
 def check_spec(spec: str, path: ScoringPath | None = None) -> None:
-    """UsageError or AssayError for a spec that no engine could open: a typing error should not cost a scored reference.
+    """UsageError or AssayError for a spec that no engine could open: a typing error should not cost
+    a scored reference.
 
     With `path` also for an option that changes nothing on that scoring path.
     """
@@ -336,9 +367,13 @@ def open_scorer(spec: str) -> ScoringEngine:
         return cast("ScoringEngine", added.load(spec))
     if is_server(spec):
         raise AssayError(
-            f"{without_credentials(spec)} gives log-probabilities of a few ids, from which no distribution can be rebuilt",
+            f"{without_credentials(spec)} gives log-probabilities of a few ids, from which no"
+            " distribution can be rebuilt",
             finding_id="fidelity.missing_capability",
-            remedy="run the engine in process (hf:MODEL, vllm:MODEL, gguf:FILE); assay compare takes a server as candidate",
+            remedy=(
+                "run the engine in process (hf:MODEL, vllm:MODEL, gguf:FILE); assay compare takes a"
+                " server as candidate"
+            ),
         )
     raise _unknown(spec)
 
@@ -347,7 +382,9 @@ def _unknown(spec: str) -> UsageError:
     return UsageError(
         f"{spec!r} names no engine that scores whole distributions",
         remedy="write "
-        + ", ".join(("hf:MODEL", "vllm:MODEL", "gguf:FILE", *(f"{n}:…" for n in names("assay.engines"))))
+        + ", ".join(
+            ("hf:MODEL", "vllm:MODEL", "gguf:FILE", *(f"{n}:…" for n in names("assay.engines")))
+        )
         + ", run:DIR or pack:FILE; a candidate may be http://…",
         finding_id="fidelity.usage",
     )

@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     import torch
 
 
-# -----------------------------------------------------------------------------
-# What difference would be there anyway: the reference against itself, against rounding, against its own storage.
+# What difference would be there anyway: the reference against itself, against rounding, against its
+# own storage.
 #
-# No candidate can be told from the reference below these; a KL within twice the largest of them is not ranked.
+# No candidate can be told from the reference below these; a KL within twice the largest of them is
+# not ranked.
 
 
 FLOOR_WINDOWS = 4
@@ -53,8 +54,8 @@ FLOOR_WINDOWS = 4
 class Floors:
     """Mean KL in nats; None where it was not or cannot be measured.
 
-    `self_kld`: scored again at another batch size. `storage_bf16`: against its own states in 16 bits.
-    `rounding_bf16`: under noise of one bf16 rounding unit after every layer.
+    `self_kld`: scored again at another batch size. `storage_bf16`: against its own states in 16
+    bits. `rounding_bf16`: under noise of one bf16 rounding unit after every layer.
     """
 
     self_kld: float | None = None
@@ -86,14 +87,18 @@ def measure_floors(
         own = _mean_kl(_apart(engine, reference, some, again))
         advance()
         storage = _mean_kl(
-            window_statistics(rows, _in_bf16(rows)).kl for rows in reference.rows(some) if isinstance(rows, StateRows)
+            window_statistics(rows, _in_bf16(rows)).kl
+            for rows in reference.rows(some)
+            if isinstance(rows, StateRows)
         )
         advance()
         rounding = None
         if engine.ability.hooks:
-            # The noise is what an equivalent kernel with another order of bf16 operations may show (the idea is that
-            # of exllamav3's qbench).
-            noise = HookSpec("assay.fidelity.breakdown:RoundingNoise", {"sigma": 2.0**-9, "seed": seed})
+            # The noise is what an equivalent kernel with another order of bf16 operations may show
+            # (the idea is that of exllamav3's qbench).
+            noise = HookSpec(
+                "assay.fidelity.breakdown:RoundingNoise", {"sigma": 2.0**-9, "seed": seed}
+            )
             rounding = _mean_kl(_apart(engine, reference, some, replace(job, hook=noise)))
         advance()
     return Floors(own, storage, rounding)
@@ -112,7 +117,9 @@ def _apart(
     import torch
 
     if isinstance(engine, Spreads):
-        yield from (torch.tensor(w.kl) for w in measure(reference.rows(windows), engine, windows, job))
+        yield from (
+            torch.tensor(w.kl) for w in measure(reference.rows(windows), engine, windows, job)
+        )
         return
     for rows, own in zip(reference.rows(windows), engine.score_windows(windows, job), strict=True):
         yield window_statistics(rows, own).kl
@@ -146,7 +153,9 @@ class RoundingNoise:
 
         def noisy(module: Any, inputs: Any, output: Any) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output
-            noise = torch.randn(hidden.shape, generator=generator, device=hidden.device, dtype=torch.float32)
+            noise = torch.randn(
+                hidden.shape, generator=generator, device=hidden.device, dtype=torch.float32
+            )
             changed = (hidden.float() * (1 + self.sigma * noise)).to(hidden.dtype)
             self._fires += 1
             return (changed, *output[1:]) if isinstance(output, tuple) else changed
@@ -173,8 +182,8 @@ class RoundingNoise:
         return Engagement(fires=self._fires)
 
 
-# -----------------------------------------------------------------------------
-# Where it sits: by depth in the context, by the confidence of the reference, by kind of token; and where greedy texts part.
+# Where it sits: by depth in the context, by the confidence of the reference, by kind of token; and
+# where greedy texts part.
 
 
 CONFIDENCE_EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0 + 1e-9)
@@ -183,7 +192,9 @@ DEPTH_BINS = 8
 
 @dataclass(frozen=True)
 class Bin:
-    """One part of the tokens: its name, how many they are, mean KL and mean ΔNLL by window, top-1 share."""
+    """One part of the tokens: its name, how many they are, mean KL and mean ΔNLL by window, top-1
+    share.
+    """
 
     name: str
     tokens: int
@@ -197,7 +208,11 @@ class Bin:
             "name": self.name,
             "tokens": self.tokens,
             "kld": {"mean": self.kl.value, "lo": self.kl.interval.lo, "hi": self.kl.interval.hi},
-            "dnll": {"value": self.dnll.value, "lo": self.dnll.interval.lo, "hi": self.dnll.interval.hi},
+            "dnll": {
+                "value": self.dnll.value,
+                "lo": self.dnll.interval.lo,
+                "hi": self.dnll.interval.hi,
+            },
             "top1": self.top1,
         }
 
@@ -216,7 +231,11 @@ def by_depth(seen: Sequence[WindowObservation]) -> list[Bin]:
 def by_confidence(seen: Sequence[WindowObservation]) -> list[Bin]:
     """By the reference's largest probability: how sure it was of what comes."""
     names = [f"{lo:.1f}–{min(hi, 1.0):.1f}" for lo, hi in pairwise(CONFIDENCE_EDGES)]
-    return _bins(seen, names, lambda w: np.searchsorted(CONFIDENCE_EDGES, np.nan_to_num(w.conf), side="right") - 1)
+    return _bins(
+        seen,
+        names,
+        lambda w: np.searchsorted(CONFIDENCE_EDGES, np.nan_to_num(w.conf), side="right") - 1,
+    )
 
 
 def by_class(seen: Sequence[WindowObservation], class_of: Callable[[int], str]) -> list[Bin]:
@@ -230,7 +249,10 @@ def by_class(seen: Sequence[WindowObservation], class_of: Callable[[int], str]) 
 
 
 def worst_tokens(
-    seen: Sequence[WindowObservation], decode: Callable[[Sequence[int]], str], count: int = 10, context: int = 24
+    seen: Sequence[WindowObservation],
+    decode: Callable[[Sequence[int]], str],
+    count: int = 10,
+    context: int = 24,
 ) -> list[dict[str, Any]]:
     """The tokens of largest KL, each with the text before it."""
     rows = []
@@ -246,7 +268,9 @@ def worst_tokens(
             "window": w.index,
             "position": w.first + i,
             "token": decode([int(w.tokens[w.first + i])]),
-            "before": decode([int(t) for t in w.tokens[max(0, w.first + i - context) : w.first + i]]),
+            "before": decode(
+                [int(t) for t in w.tokens[max(0, w.first + i - context) : w.first + i]]
+            ),
             "p_reference": float(w.p_ref[i]),
             "p_candidate": float(w.p_cand[i]),
         }
@@ -255,7 +279,9 @@ def worst_tokens(
 
 
 def _bins(
-    seen: Sequence[WindowObservation], names: Sequence[str], place: Callable[[WindowObservation], NDArray[np.int64]]
+    seen: Sequence[WindowObservation],
+    names: Sequence[str],
+    place: Callable[[WindowObservation], NDArray[np.int64]],
 ) -> list[Bin]:
     """Sums of each bin and window; bins without tokens are left out."""
     size = len(names)
@@ -280,7 +306,6 @@ def _bins(
     ]
 
 
-# -----------------------------------------------------------------------------
 # What kind of text a token is part of, told from its decoded text alone.
 
 
@@ -294,15 +319,20 @@ class TokenClass(StrEnum):
     PUNCTUATION = "punctuation"
     """Marks and symbols of prose."""
     CODE = "code"
-    """What prose does not have: operators, brackets other than (), names such as snake_case and camelCase."""
+    """What prose does not have: operators, brackets other than (), names such as snake_case and
+    camelCase.
+    """
     OTHER_SCRIPTS = "other scripts"
     """Letters of any other script, also a part of a character (a lone byte of UTF-8)."""
     SPECIAL = "whitespace and special"
     """White space, control characters, and tokens such as <|endoftext|>."""
 
 
-# A whole token in angle brackets or brackets of a kind that tokenizers use for themselves, and byte tokens.
-_SPECIAL = re.compile(r"<\|[^|<>]*\|>|</?[a-z_]+\d*>|\[(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK|/?INST)\]|<0x[0-9A-F]{2}>")
+# A whole token in angle brackets or brackets of a kind that tokenizers use for themselves, and byte
+# tokens.
+_SPECIAL = re.compile(
+    r"<\|[^|<>]*\|>|</?[a-z_]+\d*>|\[(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK|/?INST)\]|<0x[0-9A-F]{2}>"
+)
 _CODE_MARKS = frozenset("{}[]<>=_\\|^~@#$&`*+")
 _CODE_PAIRS = ("()", "::", "//", "/*", "--", "();", ").", "')", '")', "('", '("', "/>", "%s", "%d")
 _CAMEL = re.compile(r"[a-z][A-Z]|[A-Z]{2,}[a-z]{2,}")
@@ -325,7 +355,8 @@ def token_class(text: str) -> TokenClass:
         whole = all(c.isnumeric() or c in _NUMBER_MARKS for c in core)
         return TokenClass.DIGITS if whole else TokenClass.CODE
     marked = any(c in _CODE_MARKS for c in core) or any(pair in core for pair in _CODE_PAIRS)
-    # A run of one mark (----, ****, ####) is a rule or a heading in prose; two of them are an operator.
+    # A run of one mark (----, ****, ####) is a rule or a heading in prose; two of them are an
+    # operator.
     run = len(core) > 2 and len(set(core)) == 1
     return TokenClass.CODE if marked and not run else TokenClass.PUNCTUATION
 
@@ -349,7 +380,8 @@ def _is_foreign(c: str) -> bool:
         return False
     if ord(c) < 0x250:
         return False
-    # Combining marks (category M) up to U+036F belong to Latin; other letters say their script in their name.
+    # Combining marks (category M) up to U+036F belong to Latin; other letters say their script in
+    # their name.
     return not (0x300 <= ord(c) < 0x370 or "LATIN" in unicodedata.name(c, ""))
 
 
@@ -357,18 +389,19 @@ def _is_control(c: str) -> bool:
     return unicodedata.category(c) in ("Cc", "Cf", "Co", "Cn", "Zs", "Zl", "Zp")
 
 
-# -----------------------------------------------------------------------------
 # Where the greedy continuations of two engines part, and whether that was a near tie.
 #
-# Both continue the first half of a window, each on its own. Up to the first token that differs they have read the same,
-# so that there, and only there, their two likeliest tokens can be held against each other. Small gaps on both sides are
-# a coin that rounding may turn; a wide one is a change of the model.
+# Both continue the first half of a window, each on its own. Up to the first token that differs they
+# have read the same, so that there, and only there, their two likeliest tokens can be held against
+# each other. Small gaps on both sides are a coin that rounding may turn; a wide one is a change of
+# the model.
 
 
 PREFIXES = 8
 """Windows that are continued."""
 NEAR_TIE = 0.25
-"""Nats: two units of a bf16 logit between 16 and 32. Gaps below this on both sides are a near tie."""
+"""Nats: two units of a bf16 logit between 16 and 32. Gaps below this on both sides are a near tie.
+"""
 
 
 @dataclass(frozen=True)
@@ -381,7 +414,9 @@ class Continued:
 
 @dataclass(frozen=True)
 class Divergence:
-    """One prefix: the index of the first token that differs (None where none does) and both sides' step there."""
+    """One prefix: the index of the first token that differs (None where none does) and both sides'
+    step there.
+    """
 
     window: int
     first: int | None
@@ -397,7 +432,9 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Greedy:
-    """The continuations of a candidate against those of the reference; `reason` says why there are none."""
+    """The continuations of a candidate against those of the reference; `reason` says why there are
+    none.
+    """
 
     prefix_tokens: int
     tokens: int
@@ -412,7 +449,9 @@ class Greedy:
 
     @property
     def median_first(self) -> float | None:
-        """Median of the first difference over all prefixes, None where at least half of them never part."""
+        """Median of the first difference over all prefixes, None where at least half of them never
+        part.
+        """
         if 2 * len(self.diverged) <= len(self.found):
             return None
         return statistics.median(self.tokens if d.first is None else d.first for d in self.found)
@@ -462,19 +501,27 @@ def prefix_length(windows: Sequence[Window]) -> int:
     return max(1, len(windows[0].tokens) // 2)
 
 
-def continue_greedily(engine: object, windows: Sequence[Window], tokens: int, kept: Path | None) -> Continued:
-    """`tokens` greedy tokens after each prefix, read from `kept` where an interrupted run has them there."""
+def continue_greedily(
+    engine: object, windows: Sequence[Window], tokens: int, kept: Path | None
+) -> Continued:
+    """`tokens` greedy tokens after each prefix, read from `kept` where an interrupted run has them
+    there.
+    """
     if kept and kept.exists():
         rows = json.loads(kept.read_text(encoding="utf-8"))
         return Continued([[GreedyStep(*step) for step in row] for row in rows])
     if not isinstance(engine, GreedyGenerator):
-        return Continued(reason="this engine offers no greedy continuation with its two likeliest tokens")
+        return Continued(
+            reason="this engine offers no greedy continuation with its two likeliest tokens"
+        )
     try:
         steps = engine.generate_greedy(prefixes_of(windows), tokens)
     except AssayError as error:  # the scores stand without it
         return Continued(reason=error.message)
     if kept:
-        rows = [[[s.token, s.runner_up, s.logprob, s.runner_up_logprob] for s in row] for row in steps]
+        rows = [
+            [[s.token, s.runner_up, s.logprob, s.runner_up_logprob] for s in row] for row in steps
+        ]
         write_atomically(kept, json.dumps(rows))
     return Continued(steps)
 
@@ -495,7 +542,9 @@ def compare_greedy(
     ):
         return Greedy(length, tokens, reason=reason)
     found = []
-    for window, own, other in zip(windows[:PREFIXES], reference.steps, candidate.steps, strict=True):
+    for window, own, other in zip(
+        windows[:PREFIXES], reference.steps, candidate.steps, strict=True
+    ):
         steps = enumerate(zip(own, other, strict=True))
         parted = ((i, a, b) for i, (a, b) in steps if a.token != b.token)
         found.append(Divergence(window.index, *next(parted, (None, None, None))))

@@ -1,8 +1,10 @@
-"""A published capture as the reference: `pack:FOLDER`, in the format `malaiwah.fidelity-dataset.v1`.
+"""A published capture as the reference: `pack:FOLDER`, in the format
+`malaiwah.fidelity-dataset.v1`.
 
-Format: docs/FIDELITY-DATASET-SPEC.md of https://github.com/malaiwah/quant-fidelity-suite. Read are captures of the states before the output
-head (`hidden` form) over windows of one length of which every token but the first is scored. The whole chain of seals is checked first: the
-manifest's own hash, that of `checksums.txt`, every file in it, every tensor, the token ids and the head.
+Format: docs/FIDELITY-DATASET-SPEC.md of https://github.com/malaiwah/quant-fidelity-suite. Read are
+captures of the states before the output head (`hidden` form) over windows of one length of which
+every token but the first is scored. The whole chain of seals is checked first: the manifest's own
+hash, that of `checksums.txt`, every file in it, every tensor, the token ids and the head.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 class Capture:
-    """A capture that was checked: header, windows, states [windows, n, d], and the head where it is in the folder."""
+    """A capture that was checked: header, windows, states [windows, n, d], and the head where it is
+    in the folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,7 +52,9 @@ class Capture:
             self._refuse("has a checksums.txt that is not the sealed one")
         lines = (line.partition("  ") for line in text.decode().splitlines())
         listed = {name: digest for digest, _, name in lines}
-        found = {p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if p.is_file()}
+        found = {
+            p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if p.is_file()
+        }
         if strange := sorted(found - set(listed) - {NAME, "checksums.txt"}):
             self._refuse(f"holds {strange[0]}, which is not in checksums.txt")
         for name, digest in listed.items():
@@ -58,12 +64,22 @@ class Capture:
     def _read(self) -> None:
         import torch
 
-        capture, panel = (json.loads(self._bytes(n)) for n in ("capture/manifest.json", "panel/panel.json"))
+        capture, panel = (
+            json.loads(self._bytes(n)) for n in ("capture/manifest.json", "panel/panel.json")
+        )
         if capture["form"] != "hidden" or capture["semantic_point"] != CUT:
-            self._refuse(f"holds {capture['form']} at {capture['semantic_point']}; only states {CUT} can be read")
+            self._refuse(
+                f"holds {capture['form']} at {capture['semantic_point']}; only states {CUT} can be"
+                " read"
+            )
         tokens = {r["index"]: self._ids(r) for r in panel["records"]}
-        hashes = "\n".join(r["token_ids_json_sha256"] for r in sorted(panel["records"], key=lambda r: r["index"]))
-        if hashlib.sha256(hashes.encode()).hexdigest() != self.facts["panel"]["suite_token_hash_sha256"]:
+        hashes = "\n".join(
+            r["token_ids_json_sha256"] for r in sorted(panel["records"], key=lambda r: r["index"])
+        )
+        if (
+            hashlib.sha256(hashes.encode()).hexdigest()
+            != self.facts["panel"]["suite_token_hash_sha256"]
+        ):
             self._refuse("has other token ids than those that were sealed")
         length = {len(ids) for ids in tokens.values()}
         records = sorted(capture["records"], key=lambda r: r["index"])
@@ -73,35 +89,64 @@ class Capture:
             or any(r["scored_rows"] != max(length) - 1 for r in records)
         ):
             self._refuse(
-                "has windows of several lengths, or scores a part of each; every token but the first is needed"
+                "has windows of several lengths, or scores a part of each; every token but the"
+                " first is needed"
             )
-        parts = [self._tensor(f"capture/{r['file']}", r["key"], r["tensor_content_sha256"]) for r in records]
+        parts = [
+            self._tensor(f"capture/{r['file']}", r["key"], r["tensor_content_sha256"])
+            for r in records
+        ]
         content = "\n".join(f"{r['index']}:{r['tensor_content_sha256']}" for r in records)
-        if hashlib.sha256(content.encode("ascii")).hexdigest() != self.facts["capture"]["capture_content_digest"]:
+        if (
+            hashlib.sha256(content.encode("ascii")).hexdigest()
+            != self.facts["capture"]["capture_content_digest"]
+        ):
             self._refuse("has other states than those that were sealed")
         self.states = torch.stack(parts)
         self.windows = tuple(Window(r["index"], tokens[r["index"]]) for r in records)
         head = self.facts["head"]
         self.head = None
         if head.get("file") and (self.folder / "head" / head["file"]).exists():
-            self.head = self._tensor(f"head/{head['file']}", head["tensor_key"], head["tensor_content_sha256"])
+            self.head = self._tensor(
+                f"head/{head['file']}", head["tensor_key"], head["tensor_content_sha256"]
+            )
         weights = self.facts.get("weights") or {}
         self.header = StoreHeader(
-            engine={"engine": "capture", "model": str(weights.get("repository")), "revision": weights.get("revision")},
+            engine={
+                "engine": "capture",
+                "model": str(weights.get("repository")),
+                "revision": weights.get("revision"),
+            },
             tokenizer={"sha256": "", "vocab_size": head["shape"][0]},
-            text={"sources": [panel["panel_id"]], "sha256": self.facts["panel"]["suite_token_hash_sha256"]},
-            path="prefill", scored_from=1, length=max(length), dtype=_DTYPES[capture["dtype"]],
-        )  # fmt: skip
+            text={
+                "sources": [panel["panel_id"]],
+                "sha256": self.facts["panel"]["suite_token_hash_sha256"],
+            },
+            path="prefill",
+            scored_from=1,
+            length=max(length),
+            dtype=_DTYPES[capture["dtype"]],
+        )
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What a pack's manifest says: the head by the digest of its bytes, and that nothing was rounded for packing."""
+        """What a pack's manifest says: the head by the digest of its bytes, and that nothing was
+        rounded for packing.
+        """
         head = self.facts["head"]
         facts = {
-            "sha256": head["tensor_content_sha256"], "content": True, "vocab_size": head["shape"][0], "width": head["shape"][1],
-            "dtype": _DTYPES[head["dtype"]], "softcap": None, "scale": 1.0,
-        }  # fmt: skip
-        return {"head": facts, "rounding": {"stored": self.header.dtype, "kld_mean": 0.0, "kld_max": 0.0}}
+            "sha256": head["tensor_content_sha256"],
+            "content": True,
+            "vocab_size": head["shape"][0],
+            "width": head["shape"][1],
+            "dtype": _DTYPES[head["dtype"]],
+            "softcap": None,
+            "scale": 1.0,
+        }
+        return {
+            "head": facts,
+            "rounding": {"stored": self.header.dtype, "kld_mean": 0.0, "kld_max": 0.0},
+        }
 
     def _ids(self, record: Mapping[str, Any]) -> tuple[int, ...]:
         ids = json.loads(self._bytes(f"panel/{record['token_file']}"))
@@ -123,7 +168,9 @@ class Capture:
         """A JSON object that carries the hash of itself with that hash left blank."""
         try:
             found = json.loads(self._bytes(name))
-            text = json.dumps(found | {seal: ""}, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+            text = json.dumps(
+                found | {seal: ""}, sort_keys=True, separators=(",", ":"), ensure_ascii=False
+            )
         except (ValueError, TypeError, RecursionError):
             self._refuse(f"has no {name} that can be read")
         if hashlib.sha256(text.encode()).hexdigest() != found.get(seal):
@@ -151,4 +198,6 @@ def content_digest(tensor: torch.Tensor) -> str:
     """SHA-256 of the bytes of a tensor, in its own type."""
     import torch
 
-    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()

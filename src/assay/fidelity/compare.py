@@ -32,7 +32,13 @@ from assay.fidelity.breakdown import (
     worst_tokens,
 )
 from assay.fidelity.cost import Budget, Memory, foretell
-from assay.fidelity.margins import all_pairs, control_findings, control_metrics, controlled, margin_tests
+from assay.fidelity.margins import (
+    all_pairs,
+    control_findings,
+    control_metrics,
+    controlled,
+    margin_tests,
+)
 from assay.fidelity.plan import QUICK_MINUTES, Plan, fingerprint, label_of, printable
 from assay.fidelity.reference import Reference, open_reference, windows_kept
 from assay.fidelity.report import blocks, headline
@@ -48,7 +54,16 @@ from assay.fidelity.result import (
     verdict_of,
 )
 from assay.fidelity.routing import check_engines, measure_routing
-from assay.fidelity.score import Candidate, Engaged, WindowObservation, engaged, observe, on_disk, require, size_of
+from assay.fidelity.score import (
+    Candidate,
+    Engaged,
+    WindowObservation,
+    engaged,
+    observe,
+    on_disk,
+    require,
+    size_of,
+)
 from assay.fidelity.table import RowFile
 from assay.fidelity.text import prove_tokenizer
 from assay.progress import NO_PROGRESS, Progress, span
@@ -62,9 +77,13 @@ Say = Callable[[str], None]
 Decode = Callable[[Sequence[int]], str]
 
 FIRST_LOOK = 16
-"""Windows after which the verdict is looked at for the first time, then after twice as many, and so on."""
+"""Windows after which the verdict is looked at for the first time, then after twice as many, and so
+on.
+"""
 IN_MEMORY = 256 << 20
-"""Bytes of the figures of its tokens that a candidate keeps in memory while others are scored; more goes to the disk."""
+"""Bytes of the figures of its tokens that a candidate keeps in memory while others are scored; more
+goes to the disk.
+"""
 
 
 @on_ray
@@ -75,11 +94,12 @@ def run_compare(
     say: Say = lambda line: None,
     on_result: Callable[[str, CandidateResult], Any] = lambda spec, result: None,
 ) -> Report:
-    """Compare every candidate of the plan with its reference; `on_result` is told its spec and its result as it is measured.
+    """Compare every candidate of the plan with its reference; `on_result` is told its spec and its
+    result as it is measured.
 
-    Scored windows are kept in the cache until the run ends, so an interrupted one goes on where it stopped; with
-    `plan.keep` they stay. Interrupted, the report holds what was measured. Of several candidates one that cannot be
-    compared is a finding beside the results of the others.
+    Scored windows are kept in the cache until the run ends, so an interrupted one goes on where it
+    stopped; with `plan.keep` they stay. Interrupted, the report holds what was measured. Of several
+    candidates one that cannot be compared is a finding beside the results of the others.
     """
     for spec in plan.sides:
         check_spec(spec, ScoringPath(plan.path))
@@ -113,7 +133,9 @@ def run_compare(
                 try:
                     with budget.stage(label):
                         engine = servers.pop(spec, None) or open_candidate(spec)
-                        result, cut = _candidate(plan, reference, spec, engine, folder, progress, say, budget, share)
+                        result, cut = _candidate(
+                            plan, reference, spec, engine, folder, progress, say, budget, share
+                        )
                 except AssayError as error:
                     if len(plan.candidates) == 1:
                         raise
@@ -124,7 +146,10 @@ def run_compare(
                     break
                 if result:
                     if rows:
-                        body = {"candidate": result.label, "per_window": per_window(result.seen, result.blocks)}
+                        body = {
+                            "candidate": result.label,
+                            "per_window": per_window(result.seen, result.blocks),
+                        }
                         rows.add(shared_results(plan, reference) | {"candidates": [body]})
                     if len(plan.sides) > 1 and size_of(result.seen) > IN_MEMORY:
                         result = replace(result, seen=on_disk(result.seen, folder))
@@ -144,12 +169,21 @@ def run_compare(
                     opened.close()
         if interrupted:
             interrupt_run()
-        if not (interrupted or plan.keep or failed or any("passages" in i["unknown"] for i in budget.left_out)):
+        if not (
+            interrupted
+            or plan.keep
+            or failed
+            or any("passages" in i["unknown"] for i in budget.left_out)
+        ):
             shutil.rmtree(folder, ignore_errors=True)
-    return report(plan, reference, results, failed, interrupted=interrupted, budget=budget, memory=memory)
+    return report(
+        plan, reference, results, failed, interrupted=interrupted, budget=budget, memory=memory
+    )
 
 
-def _with_floors(results: Sequence[CandidateResult], reference: Reference, budget: Budget) -> list[CandidateResult]:
+def _with_floors(
+    results: Sequence[CandidateResult], reference: Reference, budget: Budget
+) -> list[CandidateResult]:
     """The results with the floors, where these were left for later and there is time for them."""
     if reference.floors_later is None:
         return list(results)
@@ -163,7 +197,9 @@ def _with_floors(results: Sequence[CandidateResult], reference: Reference, budge
 
 
 def unfinished(plan: Plan, folder: Path, done: int, budget: Budget) -> Report:
-    """The report of a run that was interrupted while its reference was scored: `done` windows of it are kept."""
+    """The report of a run that was interrupted while its reference was scored: `done` windows of it
+    are kept.
+    """
     size = folder / "size.json"
     total = json.loads(size.read_text(encoding="utf-8"))[0] if size.exists() else plan.windows
     left = budget.expected.get("reference", 0.0) * (total - done) / total
@@ -171,7 +207,10 @@ def unfinished(plan: Plan, folder: Path, done: int, budget: Budget) -> Report:
     return Report(
         command="compare",
         verdict=Verdict.INCONCLUSIVE,
-        subject={"reference": plan.reference, "candidates": [printable(spec) for spec in plan.candidates]},
+        subject={
+            "reference": plan.reference,
+            "candidates": [printable(spec) for spec in plan.candidates],
+        },
         findings=[
             Finding(
                 "fidelity.interrupted",
@@ -198,11 +237,15 @@ def _not_compared(error: AssayError, label: str) -> Finding:
     """The finding of one candidate of several that could not be compared."""
     found = error.to_finding()
     title = found.title if label in found.title else f"{label}: {found.title}"
-    return replace(found, title=title, severity=Severity.ERROR, evidence={**found.evidence, "candidate": label})
+    return replace(
+        found, title=title, severity=Severity.ERROR, evidence={**found.evidence, "candidate": label}
+    )
 
 
 def _servers(plan: Plan) -> dict[str, Candidate]:
-    """The servers among the candidates, open; AssayError for one that cannot be compared, before anything is scored."""
+    """The servers among the candidates, open; AssayError for one that cannot be compared, before
+    anything is scored.
+    """
     servers: dict[str, Candidate] = {}
     try:
         for spec in dict.fromkeys(filter(is_server, plan.sides)):
@@ -218,15 +261,25 @@ def _servers(plan: Plan) -> dict[str, Candidate]:
 class Looks:
     """How often a candidate was judged on fewer of the same windows and left undecided.
 
-    Who extends a run until it is decided looks several times, and every look can err: see `confidence_of_look`.
+    Who extends a run until it is decided looks several times, and every look can err: see
+    `confidence_of_look`.
     """
 
     def __init__(self, plan: Plan, spec: str, windows: int) -> None:
-        same = (plan.path, plan.scored, str(plan.length), *map(fingerprint, (plan.reference, spec, *plan.text)))
-        self._file = cache_dir("looks") / f"{sha256(chr(10).join(same).encode()).hexdigest()[:32]}.json"
+        same = (
+            plan.path,
+            plan.scored,
+            str(plan.length),
+            *map(fingerprint, (plan.reference, spec, *plan.text)),
+        )
+        self._file = (
+            cache_dir("looks") / f"{sha256(chr(10).join(same).encode()).hexdigest()[:32]}.json"
+        )
         self._windows = windows
         try:
-            self._undecided = {int(count) for count in json.loads(self._file.read_text(encoding="utf-8"))}
+            self._undecided = {
+                int(count) for count in json.loads(self._file.read_text(encoding="utf-8"))
+            }
         except (OSError, ValueError, TypeError):
             self._undecided = set()
 
@@ -243,7 +296,10 @@ class Looks:
 
 def plan_key(plan: Plan) -> str:
     """Name of the folder of a run: the plan, and the state of the files that it names."""
-    parts = [plan.sha256, *(fingerprint(spec) for spec in (plan.reference, *plan.sides, *plan.text))]
+    parts = [
+        plan.sha256,
+        *(fingerprint(spec) for spec in (plan.reference, *plan.sides, *plan.text)),
+    ]
     return sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
@@ -311,8 +367,13 @@ def report(
             "reference": plan.reference,
             "candidates": [printable(spec) for spec in plan.candidates],
             "text": text["sources"],
-            "plan": plan.facts()
-            | {"candidates": [printable(spec) for spec in plan.candidates], "control": printable(plan.control)},
+            "plan": (
+                plan.facts()
+                | {
+                    "candidates": [printable(spec) for spec in plan.candidates],
+                    "control": printable(plan.control),
+                }
+            ),
         },
         findings=findings,
         results=body | shared,
@@ -326,14 +387,20 @@ def report(
 def shared_results(plan: Plan, reference: Reference) -> dict[str, Any]:
     """What `results` holds once for all candidates: against what, on which windows, by which plan."""
     how = {"length": plan.length, "path": plan.path, "scored": plan.scored}
-    return {"reference": reference.facts, "text": {**reference.text_facts, **how}, "plan_sha256": plan.sha256}
+    return {
+        "reference": reference.facts,
+        "text": {**reference.text_facts, **how},
+        "plan_sha256": plan.sha256,
+    }
 
 
 def certain_findings(results: Sequence[CandidateResult], windows: int) -> list[Finding]:
     """Of which results further windows would not have changed the verdict."""
     title = "{}: the verdict was certain after {} of {} passages; --all scores all"
     return [
-        Finding("fidelity.certain", Severity.INFO, title.format(r.label, r.summary.windows, windows))
+        Finding(
+            "fidelity.certain", Severity.INFO, title.format(r.label, r.summary.windows, windows)
+        )
         for r in results
         if r.certain
     ]
@@ -343,8 +410,8 @@ LEAST_CHARACTERS, MOST_PERPLEXITY = 2.0, 300.0
 
 
 def implausible(text: Mapping[str, Any], ppl_reference: float) -> list[Finding]:
-    """Signs that the tokenizer is not the model's: fewer than 2 characters a token in Latin text (English has 3 to 5), or a
-    reference perplexity above 300."""
+    """Signs that the tokenizer is not the model's: fewer than 2 characters a token in Latin text
+    (English has 3 to 5), or a reference perplexity above 300."""
     found = []
     if text.get("latin") and text["characters_per_token"] < LEAST_CHARACTERS:
         found.append(f"the text has {text['characters_per_token']:.2f} characters a token")
@@ -358,7 +425,10 @@ def implausible(text: Mapping[str, Any], ppl_reference: float) -> list[Finding]:
             Severity.WARNING,
             f"{' and '.join(found)}: is this the model's own tokenizer, and its kind of text?",
             "A comparison on text that the model cannot read says nothing about its use.",
-            evidence={"characters_per_token": text.get("characters_per_token"), "ppl_reference": ppl_reference},
+            evidence={
+                "characters_per_token": text.get("characters_per_token"),
+                "ppl_reference": ppl_reference,
+            },
             causes=(
                 "a tokenizer that was converted without its merges splits text into characters",
                 "the model needs a start token that its tokenizer does not put",
@@ -376,7 +446,8 @@ def _fewer_windows(plan: Plan, reference: Reference) -> Finding:
     return Finding(
         "fidelity.fewer_windows",
         Severity.WARNING,
-        f"the text has {len(reference.windows)} windows of {plan.length:,} tokens, {plan.windows} were asked for",
+        f"the text has {len(reference.windows)} windows of {plan.length:,} tokens, {plan.windows}"
+        " were asked for",
         remedies=("give more text with --text, or a smaller --length",),
     )
 
@@ -394,7 +465,8 @@ def _candidate(
 ) -> tuple[CandidateResult | None, bool]:
     """One candidate, which is closed then, and whether the run was interrupted in the middle of it.
 
-    `share` are the seconds that it may take. It ends early once its verdict is certain (`--all`: never).
+    `share` are the seconds that it may take. It ends early once its verdict is certain (`--all`:
+    never).
     """
     label = label_of(spec, plan.sides)
     seen: list[WindowObservation] = []
@@ -428,11 +500,17 @@ def _candidate(
             reference.find_head(engine)
             if reference.routing:
                 reference.routing.check(engine, label)
-        # When an interrupted run goes on, another server may answer at the same address, another machine, or another vLLM in
-        # an environment of its own, may score.
+        # When an interrupted run goes on, another server may answer at the same address, another
+        # machine, or another vLLM in an environment of its own, may score.
         steady = {name: value for name, value in facts.items() if name not in ROOM_FACTS}
-        who = facts if isinstance(engine, ServerCandidate) else {**describe(), "cpu_count": None, "engine": steady}
-        kept = kept.with_name(f"{kept.name}-{sha256(repr(sorted(who.items())).encode()).hexdigest()[:16]}")
+        who = (
+            facts
+            if isinstance(engine, ServerCandidate)
+            else {**describe(), "cpu_count": None, "engine": steady}
+        )
+        kept = kept.with_name(
+            f"{kept.name}-{sha256(repr(sorted(who.items())).encode()).hexdigest()[:16]}"
+        )
         kept.mkdir(parents=True, exist_ok=True)
         with progress(f"scoring {label}", len(reference.windows)) as advance:
             try:
@@ -451,7 +529,8 @@ def _candidate(
                 cut = True
         if not cut and not certain and len(seen) < total:
             budget.leave_out(
-                f"{total - len(seen)} of {total} passages of {label}", "differences that fewer passages cannot resolve"
+                f"{total - len(seen)} of {total} passages of {label}",
+                "differences that fewer passages cannot resolve",
             )
         if not seen:
             return None, cut
@@ -485,16 +564,27 @@ def _candidate(
             looks.record(result.summary)
         result = replace(result, power=power_of(seen, plan, len(seen)), certain=certain)
         if plan.greedy and not cut:
-            continued = continue_greedily(engine, reference.windows, plan.greedy, kept / "greedy.json")
+            continued = continue_greedily(
+                engine, reference.windows, plan.greedy, kept / "greedy.json"
+            )
             texts = (lambda token: decode([token])) if decode else str
-            greedy = compare_greedy(reference.greedy, continued, reference.windows, plan.greedy, texts)
+            greedy = compare_greedy(
+                reference.greedy, continued, reference.windows, plan.greedy, texts
+            )
             result = replace(result, greedy=greedy)
         if reference.routing and not (cut or isinstance(engine, ServerCandidate)):
             scored = [reference.windows[w.index] for w in seen]
             told = progress if reference.routing.layers else NO_PROGRESS
             with told(f"routing of {label}", len(scored)) as advance:
                 routing = measure_routing(
-                    engine, reference.routing, reference.rows, seen, scored, plan.job, blocks, advance
+                    engine,
+                    reference.routing,
+                    reference.rows,
+                    seen,
+                    scored,
+                    plan.job,
+                    blocks,
+                    advance,
                 )
             result = replace(result, routing=routing)
         return result, cut
@@ -505,8 +595,8 @@ def _candidate(
 def _texts(engine: Candidate, seen: Sequence[WindowObservation], cut: bool) -> Decode | None:
     """What turns ids into text, None where nothing can.
 
-    A server is asked for the tokens of the windows in advance, but not when somebody waits for an interrupted run to
-    end; a worker has ended with the interrupt.
+    A server is asked for the tokens of the windows in advance, but not when somebody waits for an
+    interrupted run to end; a worker has ended with the interrupt.
     """
     ids = [int(i) for i in np.unique(np.concatenate([w.tokens for w in seen]))]
     if isinstance(engine, ServerCandidate):
@@ -535,18 +625,26 @@ def assess(
 ) -> CandidateResult:
     """Figures, breakdowns and floors of what was seen. AssayError where not one token is finite.
 
-    Without `decode` nobody knows the texts of tokens: there is no breakdown by kind, and tokens stand as their ids.
+    Without `decode` nobody knows the texts of tokens: there is no breakdown by kind, and tokens
+    stand as their ids.
     """
     if not any(w.finite.any() for w in seen):
         raise AssayError(
             f"{label}: the logits of all {sum(w.kl.size for w in seen):,} tokens are not finite",
             finding_id="fidelity.nonfinite",
-            remedy="look for NaN in the checkpoint (assay verify --values) or score in a wider type (?dtype=float32)",
+            remedy=(
+                "look for NaN in the checkpoint (assay verify --values) or score in a wider type"
+                " (?dtype=float32)"
+            ),
         )
     return CandidateResult(
         label=label,
         summary=summarise(
-            seen, margins_of(plan), Resampling(plan.draws, plan.seed), blocks=blocks, confidence=confidence
+            seen,
+            margins_of(plan),
+            Resampling(plan.draws, plan.seed),
+            blocks=blocks,
+            confidence=confidence,
         ),
         engaged=took_part,
         seen=seen,

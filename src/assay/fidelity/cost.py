@@ -1,4 +1,6 @@
-"""What a comparison costs: the time that it may take, and its peak memory, predicted before anything is loaded."""
+"""What a comparison costs: the time that it may take, and its peak memory, predicted before
+anything is loaded.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,6 @@ from assay.progress import Progress, span
 from assay.stats.equivalence import MIN_WINDOWS
 from assay.verdict import Finding, Severity, Verdict
 
-# -----------------------------------------------------------------------------
 # Time: how much of the plan fits, what each stage took, and what was left out.
 
 
@@ -36,7 +37,9 @@ LEAST_LENGTH = 128
 WANTED_WINDOWS = 16
 """Passages are shortened before there are fewer of them than this."""
 RESERVE = 0.1
-"""Share of the budget that is kept for the statistics and the report, and for what takes longer than expected."""
+"""Share of the budget that is kept for the statistics and the report, and for what takes longer
+than expected.
+"""
 
 
 @dataclass
@@ -82,11 +85,15 @@ class Budget:
             self.left_out.append({"what": what, "unknown": unknown})
 
     def nothing_fits(self, needed: str) -> OutOfTime:
-        """The error for a budget in which nothing can be answered; `needed` says what the least would take."""
+        """The error for a budget in which nothing can be answered; `needed` says what the least
+        would take.
+        """
         self.too_small = True
         self.leave_out(needed, "anything: nothing was compared")
         return OutOfTime(
-            self.findings()[0].title, finding_id="fidelity.budget", remedy="give it more time: --budget MINUTES"
+            self.findings()[0].title,
+            finding_id="fidelity.budget",
+            remedy="give it more time: --budget MINUTES",
         )
 
     def size(
@@ -99,7 +106,8 @@ class Budget:
         share: float = 1.0,
         least: int = LEAST_LENGTH,
     ) -> tuple[int, int]:
-        """(windows, length) of what fits, where a token costs `a_token` seconds on all sides together.
+        """(windows, length) of what fits, where a token costs `a_token` seconds on all sides
+        together.
 
         `opening` are the seconds in which further engines are opened, `share` is that of the time,
         `least` the shortest passage. OutOfTime where not even the least fits.
@@ -112,7 +120,8 @@ class Budget:
                 span(max(0.0, share * (self.left() - opening) + opening)),
             )
             raise self.nothing_fits(
-                f"{few} passages of {short} tokens take about {needed} on all sides, and {there} are left for them"
+                f"{few} passages of {short} tokens take about {needed} on all sides, and {there}"
+                " are left for them"
             )
         return found
 
@@ -125,22 +134,32 @@ class Budget:
         (windows, length), (some, short) = wanted, fitting
         if short < length:
             self.leave_out(
-                f"contexts beyond {short:,} tokens", f"what happens in contexts of more than {short:,} tokens"
+                f"contexts beyond {short:,} tokens",
+                f"what happens in contexts of more than {short:,} tokens",
             )
         if some < windows:
-            self.leave_out(f"{windows - some} of {windows} passages", "differences that fewer passages cannot resolve")
+            self.leave_out(
+                f"{windows - some} of {windows} passages",
+                "differences that fewer passages cannot resolve",
+            )
 
     def tell(self, expected: Mapping[str, float], progress: Progress) -> None:
         """Print the expected time of every stage and of all, and what is left out."""
         self.expected = dict(expected)
         stages = ", ".join(f"{name} {span(seconds)}" for name, seconds in self.expected.items())
-        without = "; left out: " + ", ".join(item["what"] for item in self.left_out) if self.left_out else ""
+        without = (
+            "; left out: " + ", ".join(item["what"] for item in self.left_out)
+            if self.left_out
+            else ""
+        )
         total = self.spent + sum(self.expected.values())
         with progress(f"expected: about {span(total)} in all ({stages}){without}", 0):
             pass
 
     def affords(self, what: str, unknown: str, seconds: float) -> bool:
-        """Whether there is time for something that takes so many seconds; what is not afforded is noted."""
+        """Whether there is time for something that takes so many seconds; what is not afforded is
+        noted.
+        """
         if seconds <= self.left():
             return True
         self.leave_out(what, unknown)
@@ -162,7 +181,10 @@ class Budget:
                 Severity.WARNING if self.too_small else Severity.INFO,
                 title,
                 f"The verdict does not say: {unknown}.",
-                evidence={"budget_s": self.seconds, "left_out": [item["what"] for item in self.left_out]},
+                evidence={
+                    "budget_s": self.seconds,
+                    "left_out": [item["what"] for item in self.left_out],
+                },
                 remedies=("give it more time: --budget MINUTES",),
             )
         ]
@@ -186,28 +208,41 @@ class Budget:
 
 
 WORTH_MEASURING = 8192
-"""Tokens of all sides together from which on the time of a run without a budget is told: it takes a while."""
+"""Tokens of all sides together from which on the time of a run without a budget is told: it takes a
+while.
+"""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What a token of a window costs in seconds: to score it by one engine, and to compare two rows of it."""
+    """What a token of a window costs in seconds: to score it by one engine, and to compare two rows
+    of it.
+    """
 
     score: float
     compare: float
 
 
 def measure_pace(engine: ScoringEngine, plan: Plan, text: str) -> Pace:
-    """The engine's own speed, on short windows of the text; the first call, which warms up, is not counted.
+    """The engine's own speed, on short windows of the text; the first call, which warms up, is not
+    counted.
 
-    Windows that are fed token by token run together, as they will: one at a time would seem too slow.
+    Windows that are fed token by token run together, as they will: one at a time would seem too
+    slow.
     """
     prefill, tokenizer = plan.path == ScoringPath.PREFILL, engine.tokenizer
     together = 1 if prefill else plan.batch or 8
     length = min(plan.length, LEAST_LENGTH if prefill else LEAST_LENGTH // 2)
     cut = replace(plan.cut, length=length)
-    windows = cut_windows(tokenizer.encode(text[: 40 * length * (together + 2)]), cut, tokenizer.bos_id)
-    job = ScoreJob(ScoringPath(plan.path), scored_from=cut.scored_from, chunk=min(plan.chunk, length), batch=together)
+    windows = cut_windows(
+        tokenizer.encode(text[: 40 * length * (together + 2)]), cut, tokenizer.bos_id
+    )
+    job = ScoreJob(
+        ScoringPath(plan.path),
+        scored_from=cut.scored_from,
+        chunk=min(plan.chunk, length),
+        batch=together,
+    )
     warm = list(engine.score_windows(windows[:1], job))
     some = windows[:together]
     began = time.perf_counter()
@@ -216,13 +251,17 @@ def measure_pace(engine: ScoringEngine, plan: Plan, text: str) -> Pace:
     window_statistics(warm[0], rows[0])
     compared = time.perf_counter()
     side_by_side = getattr(engine, "workers", 1)
-    return Pace((scored - began) / (length * len(some)) / side_by_side, (compared - scored) / length / side_by_side)
+    return Pace(
+        (scored - began) / (length * len(some)) / side_by_side,
+        (compared - scored) / length / side_by_side,
+    )
 
 
 def size_for(
     seconds: float, a_token: float, windows: int, length: int, least: int = LEAST_LENGTH
 ) -> tuple[int, int] | None:
-    """(windows, length) of what fits into `seconds` where one token of a window costs `a_token` on all sides together.
+    """(windows, length) of what fits into `seconds` where one token of a window costs `a_token` on
+    all sides together.
 
     Passages are halved while fewer than 16 of them fit. None where 8 of the shortest do not fit.
     """
@@ -244,11 +283,12 @@ class OutOfTime(AssayError):
         return replace(super().to_finding(), severity=Severity.WARNING)
 
 
-# -----------------------------------------------------------------------------
-# Peak memory of a comparison: predicted from the headers of the checkpoints before anything is loaded, and measured.
+# Peak memory of a comparison: predicted from the headers of the checkpoints before anything is
+# loaded, and measured.
 #
-# Reference and candidates are in memory one after the other: the reference's states go to the disk as they are scored, and it is closed
-# before the first candidate is opened. Only an engine that gives no states (gguf:) stays open beside the candidates.
+# Reference and candidates are in memory one after the other: the reference's states go to the disk
+# as they are scored, and it is closed before the first candidate is opened. Only an engine that
+# gives no states (gguf:) stays open beside the candidates.
 
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -256,17 +296,18 @@ _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TYPES = {name: _FLOATS[kind] for kind, name in _NAMES.items()}
 _LIBRARIES, _BUFFERS = 150 << 20, 150 << 20
-"""Bytes of transformers, which is not loaded yet when memory is predicted, and of the tokenizer, the text and the buffers of
-kernels: as measured with SmolLM2 on a CPU."""
+"""Bytes of transformers, which is not loaded yet when memory is predicted, and of the tokenizer,
+the text and the buffers of kernels: as measured with SmolLM2 on a CPU."""
 
 
 @dataclass(frozen=True)
 class Side:
     """Bytes that one side takes on its device, from its checkpoint's headers.
 
-    `weights` as they are held, `stored` beside them while they are converted to another type, `head` a copy of the reference's
-    output head, which is written to the disk or read from it, `window` one window at work (final states, activations, KV cache),
-    of which `windows` run together, `logits` the rows of both sides at once, `cache` a KV cache that is reserved.
+    `weights` as they are held, `stored` beside them while they are converted to another type,
+    `head` a copy of the reference's output head, which is written to the disk or read from it,
+    `window` one window at work (final states, activations, KV cache), of which `windows` run
+    together, `logits` the rows of both sides at once, `cache` a KV cache that is reserved.
     """
 
     label: str
@@ -287,13 +328,17 @@ class Side:
 
     @property
     def least(self) -> int:
-        """What it cannot do without: one window at a time, and no more logits and cache than there is room for."""
+        """What it cannot do without: one window at a time, and no more logits and cache than there
+        is room for.
+        """
         return self.weights + self.head + self.window
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a comparison takes. `base` is what this process holds before it, `free` what is free beside that, by device."""
+    """What a comparison takes. `base` is what this process holds before it, `free` what is free
+    beside that, by device.
+    """
 
     sides: Sequence[Side]
     base: int
@@ -330,11 +375,13 @@ class Memory:
                 side = max((s for s in self.sides if s.device == device), key=lambda s: s.least)
                 beside = " beside the reference" if self.together else ""
                 raise AssayError(
-                    f"{side.label}{beside} needs {_gib(needed)} on {device}, weights {_gib(side.weights)}, and {_gib(there)} can be "
-                    "taken",
+                    f"{side.label}{beside} needs {_gib(needed)} on {device}, weights"
+                    f" {_gib(side.weights)}, and {_gib(there)} can be taken",
                     finding_id="fidelity.memory",
-                    remedy="give a smaller type (?dtype=bfloat16), a quantised checkpoint, a shorter --length, "
-                    "or more GPUs (vllm:MODEL?tensor_parallel=N)",
+                    remedy=(
+                        "give a smaller type (?dtype=bfloat16), a quantised checkpoint, a shorter"
+                        " --length, or more GPUs (vllm:MODEL?tensor_parallel=N)"
+                    ),
                     evidence={"needed": needed, "available": there, **asdict(side)},
                 )
 
@@ -343,13 +390,19 @@ class Memory:
         if not self.sides:
             return ""
         device = self.tightest
-        own = {side.label: f"{side.label} {_gib(side.total)}" for side in self.sides if side.device == device}
+        own = {
+            side.label: f"{side.label} {_gib(side.total)}"
+            for side in self.sides
+            if side.device == device
+        }
         how = (", together" if self.together else ", one after the other") if len(own) > 1 else ""
         parts = ", ".join(own.values())
-        unknown = f"; not known before it is opened: {', '.join(self.unknown)}" if self.unknown else ""
+        unknown = (
+            f"; not known before it is opened: {', '.join(self.unknown)}" if self.unknown else ""
+        )
         return (
-            f"memory: about {_gib(self.peak(device))} at the peak on {device} of {_gib(self.available(device))} that can be taken "
-            f"({parts}{how}){unknown}"
+            f"memory: about {_gib(self.peak(device))} at the peak on {device} of"
+            f" {_gib(self.available(device))} that can be taken ({parts}{how}){unknown}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -367,7 +420,9 @@ class Memory:
 
 
 def measured_peak(device: str, before: int = 0) -> int | None:
-    """The most bytes that this process has held on a device; on a CPU None where that is no more than `before`."""
+    """The most bytes that this process has held on a device; on a CPU None where that is no more
+    than `before`.
+    """
     if device.startswith("cuda"):
         return int(sys.modules["torch"].cuda.max_memory_reserved(device)) or None
     most = _held("VmHWM")
@@ -380,28 +435,46 @@ def resident() -> int:
 
 
 def _held(key: str) -> int:
-    """Bytes of memory by Linux's name: VmRSS now, VmHWM at most. Elsewhere the most, which a parent's may hide."""
+    """Bytes of memory by Linux's name: VmRSS now, VmHWM at most. Elsewhere the most, which a
+    parent's may hide.
+    """
     try:
-        return 1024 * int(Path("/proc/self/status").read_text(encoding="ascii").split(f"{key}:")[1].split()[0])
+        return 1024 * int(
+            Path("/proc/self/status").read_text(encoding="ascii").split(f"{key}:")[1].split()[0]
+        )
     except (OSError, ValueError, IndexError):
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most * (1 if sys.platform == "darwin" else 1024)
 
 
 def predict(plan: Plan) -> Memory:
-    """What the comparison will take, by side. Nothing is loaded; a side whose files are not here is `unknown`."""
+    """What the comparison will take, by side. Nothing is loaded; a side whose files are not here is
+    `unknown`.
+    """
     sides, unknown = [], []
     free: dict[str, int] = {}
     head = _stored_head(plan.reference)
     if plan.ray:  # whose nodes hold the engines
-        return Memory((), resident(), {}, unknown=[label_of(s, plan.sides) for s in plan.sides], elsewhere=True)
+        return Memory(
+            (),
+            resident(),
+            {},
+            unknown=[label_of(s, plan.sides) for s in plan.sides],
+            elsewhere=True,
+        )
     for spec in (plan.reference, *plan.sides):
         if spec.startswith(("run:", "pack:", "http://", "https://")):
             continue
         label = label_of(spec, plan.sides)
         try:
             side = _side(spec, label, plan, head, free)
-        except (AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError):  # GPT-2's names, no such GPU
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            RuntimeError,
+        ):  # GPT-2's names, no such GPU
             side = None
         if side is None:
             unknown.append(label)
@@ -447,13 +520,22 @@ def _side(spec: str, label: str, plan: Plan, head: int, free: dict[str, int]) ->
     place = "cuda" if device.startswith("cuda") else "cpu"
     logits = 2 * (BLOCK_BYTES[place] + CACHE_BYTES[place])
     if kind == "vllm":
-        ranks, shards = (int(parsed.ranks), int(parsed.tensor_parallel)) if place == "cuda" else (1, 1)
+        ranks, shards = (
+            (int(parsed.ranks), int(parsed.tensor_parallel)) if place == "cuda" else (1, 1)
+        )
         # On a CPU ranks share its memory. A pipeline's last stage has the head alone.
         weights = checkpoint.weights // ranks
         cache = int(parsed.kv_cache_gib * 2**30) // ranks or (2**30 if place == "cpu" else 0)
         if place == "cuda" and not cache:  # vLLM takes its share of the GPU whole
             cache = max(0, int(parsed.gpu_memory_utilization * there) - weights)
-        return Side(label, device, weights, head=(head or checkpoint.head) // shards, logits=logits, cache=cache)
+        return Side(
+            label,
+            device,
+            weights,
+            head=(head or checkpoint.head) // shards,
+            logits=logits,
+            cache=cache,
+        )
     prefill = plan.job.path is ScoringPath.PREFILL
     config, size = checkpoint.config, checkpoint.size
     window = window_bytes(
@@ -464,7 +546,9 @@ def _side(spec: str, label: str, plan: Plan, head: int, free: dict[str, int]) ->
         0 if prefill else checkpoint.token_bytes(parsed.kv_cache_dtype),
         eager=parsed.attention == "eager",
     )
-    windows = plan.batch or windows_at_once(place, plan.length, plan.job, window, there - checkpoint.weights)
+    windows = plan.batch or windows_at_once(
+        place, plan.length, plan.job, window, there - checkpoint.weights
+    )
     return Side(
         label,
         device,
@@ -481,14 +565,20 @@ def _stored_head(spec: str) -> int:
     """Bytes of the output head of a stored reference, 0 of anything else."""
     try:
         folder = stored_path(spec) if spec.startswith("run:") else Path()
-        return read_manifest(folder).head.stored.bytes if spec.startswith("run:") and folder.is_dir() else 0
+        return (
+            read_manifest(folder).head.stored.bytes
+            if spec.startswith("run:") and folder.is_dir()
+            else 0
+        )
     except AssayError:  # said when it is opened
         return 0
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the headers of a checkpoint say: bytes as they are stored and as they are held, `size` those of one number."""
+    """What the headers of a checkpoint say: bytes as they are stored and as they are held, `size`
+    those of one number.
+    """
 
     config: Any
     size: int
@@ -510,8 +600,8 @@ class Checkpoint:
 
 
 def read_checkpoint(model: str, dtype: str = "auto") -> Checkpoint | None:
-    """Sizes of a checkpoint that transformers would load, from `config.json` and the safetensors headers; None where they
-    are not here or cannot be read (opening it says why)."""
+    """Sizes of a checkpoint that transformers would load, from `config.json` and the safetensors
+    headers; None where they are not here or cannot be read (opening it says why)."""
     from safetensors import SafetensorError, safe_open
 
     folder = Path(model).expanduser() if Path(model).expanduser().is_dir() else _cached(model)
@@ -533,8 +623,12 @@ def read_checkpoint(model: str, dtype: str = "auto") -> Checkpoint | None:
                         continue
                     part = tensors.get_slice(name)
                     kind, count = part.get_dtype(), prod(part.get_shape())
-                    own = count * _FLOATS[kind] if kind in _FLOATS else (count * _bits(kind) + 7) // 8
-                    if not size and kind in _FLOATS:  # a configuration that names no type: that of the weights
+                    own = (
+                        count * _FLOATS[kind] if kind in _FLOATS else (count * _bits(kind) + 7) // 8
+                    )
+                    if (
+                        not size and kind in _FLOATS
+                    ):  # a configuration that names no type: that of the weights
                         size, wanted = _FLOATS[kind], _NAMES[kind]
                     held = count * size if kind in _FLOATS else own
                     converted |= kind in _FLOATS and _NAMES.get(kind) != wanted
@@ -547,13 +641,18 @@ def read_checkpoint(model: str, dtype: str = "auto") -> Checkpoint | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that are loaded: `model.safetensors`, else those of the index, else all; a copy in another layout may lie beside."""
+    """The files that are loaded: `model.safetensors`, else those of the index, else all; a copy in
+    another layout may lie beside.
+    """
     one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if one.is_file():
         return [one]
     if index.is_file():
         return [
-            folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            folder / name
+            for name in sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
         ]
     return sorted(folder.glob("*.safetensors"))
 

@@ -1,8 +1,9 @@
-"""Every declared margin as a test of its own, with Holm's correction over all margins and candidates of a run; and whether a
-candidate is no worse than a control.
+"""Every declared margin as a test of its own, with Holm's correction over all margins and
+candidates of a run; and whether a candidate is no worse than a control.
 
-The grade needs no correction: ACCEPT asks for all of its margins at once (an intersection-union test has the level of
-its parts). Who reads single margins, or picks the candidates that hold, reads several tests, and there it counts.
+The grade needs no correction: ACCEPT asks for all of its margins at once (an intersection-union
+test has the level of its parts). Who reads single margins, or picks the candidates that hold, reads
+several tests, and there it counts.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from assay.verdict import Finding, Metric, Severity, Verdict
 
 @dataclass(frozen=True)
 class MarginTest:
-    """One margin: `bound` in percent (± for perplexity, from below for top-1) or, for KL, in nats from above, and the
-    p-value of "it does not hold".
+    """One margin: `bound` in percent (± for perplexity, from below for top-1) or, for KL, in nats
+    from above, and the p-value of "it does not hold".
 
     `p_holm` is adjusted for all margins of the run. 1 where nothing is known of the error.
     """
@@ -55,8 +56,8 @@ class MarginTest:
 def margin_tests(summaries: Sequence[Summary], plan: Plan) -> list[list[MarginTest]]:
     """The tests of every candidate, in the order given.
 
-    Δppl by two one-sided t tests on the log scale, top-1 by one: flips beyond rounding count, or, where a server bounds
-    them, all that are not certainly the same.
+    Δppl by two one-sided t tests on the log scale, top-1 by one: flips beyond rounding count, or,
+    where a server bounds them, all that are not certainly the same.
     """
     found = [_tests(summary, plan) for summary in summaries]
     adjusted = iter(holm([test.p for tests in found for test in tests]))
@@ -71,7 +72,8 @@ def _tests(summary: Summary, plan: Plan) -> list[MarginTest]:
     ):
         within = tost_p(summary.dnll, math.log1p(-ppl), math.log1p(ppl))
         agreement = summary.agreement
-        # Where every token agrees the windows show no spread; n of n is then what a binomial says of it.
+        # Where every token agrees the windows show no spread; n of n is then what a binomial says
+        # of it.
         every = agreement.value == 1.0 and agreement.clusters > 1
         above = top1**agreement.n if every else tost_p(agreement, top1, math.inf)
         tests += [
@@ -86,13 +88,14 @@ def _known(p: float) -> float:
     return 1.0 if math.isnan(p) else p
 
 
-# -----------------------------------------------------------------------------
-# Two candidates of one run against each other, window by window: what the windows have in common cancels.
+# Two candidates of one run against each other, window by window: what the windows have in common
+# cancels.
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Differences first − second of mean KL and of mean NLL, in nats, with p-values adjusted over all pairs.
+    """Differences first − second of mean KL and of mean NLL, in nats, with p-values adjusted over
+    all pairs.
 
     `kl` is None where one of the two is a server, of whose KL only a lower bound is known.
     """
@@ -114,12 +117,20 @@ class Pair:
 
 
 def all_pairs(results: Sequence[CandidateResult]) -> list[Pair]:
-    """Every two candidates that were scored on the same windows, with Holm's correction for each metric."""
+    """Every two candidates that were scored on the same windows, with Holm's correction for each
+    metric.
+    """
     pairs = [
-        (a, b, common) for i, a in enumerate(results) for b in results[i + 1 :] if (common := common_windows(a, b))
+        (a, b, common)
+        for i, a in enumerate(results)
+        for b in results[i + 1 :]
+        if (common := common_windows(a, b))
     ]
     dnll = [_difference(common, "dnll") for _, _, common in pairs]
-    kl = [None if a.summary.bounds or b.summary.bounds else _difference(common, "kl") for a, b, common in pairs]
+    kl = [
+        None if a.summary.bounds or b.summary.bounds else _difference(common, "kl")
+        for a, b, common in pairs
+    ]
     adjusted_dnll = holm([_known_pairs(d) for d in dnll])
     adjusted_kl = iter(holm([_known_pairs(d) for d in kl if d]))
     return [
@@ -132,7 +143,9 @@ Common = list[tuple[WindowObservation, WindowObservation, "NDArray[np.bool_]"]]
 
 
 def common_windows(a: CandidateResult, b: CandidateResult) -> Common:
-    """For each cluster of windows that both scored, which of its tokens are finite and within reach on both sides."""
+    """For each cluster of windows that both scored, which of its tokens are finite and within reach
+    on both sides.
+    """
     both = min(len(a.seen), len(b.seen))
     return [
         (x, y, some)
@@ -160,17 +173,19 @@ def _json(difference: PairedDifference, p_holm: float) -> dict[str, float]:
     return {"value": d.value, "lo": d.interval.lo, "hi": d.interval.hi, "p_holm": p_holm}
 
 
-# -----------------------------------------------------------------------------
 # Is a candidate no worse than a control, such as the format that it is to replace?
 #
-# Both are held against the same reference on the same windows. In mean KL the candidate may lose a share (`--control-margin`)
-# of the control's own. In perplexity it may lose that share of the control's |Δppl| or, where that is more, of the ACCEPT
-# margin: a tenth of a change that may be zero leaves no room. *No worse* must be shown in both, *worse* in either is enough.
+# Both are held against the same reference on the same windows. In mean KL the candidate may lose a
+# share (`--control-margin`) of the control's own. In perplexity it may lose that share of the
+# control's |Δppl| or, where that is more, of the ACCEPT margin: a tenth of a change that may be
+# zero leaves no room. *No worse* must be shown in both, *worse* in either is enough.
 
 
 @dataclass(frozen=True)
 class Control:
-    """A candidate against the control, by window. `kl` is None where a server bounds it: then nothing shows *no worse*."""
+    """A candidate against the control, by window. `kl` is None where a server bounds it: then
+    nothing shows *no worse*.
+    """
 
     candidate: str
     control: str
@@ -195,8 +210,14 @@ class Control:
     @property
     def windows_needed(self) -> int | None:
         """Windows that decide what is open; None where nothing is open or no number does."""
-        parts = [part for part in (self.kl, self.dnll) if part and part.standing is Standing.UNDECIDED]
-        if self.standing is not Standing.UNDECIDED or not self.kl or any(p.windows_needed is None for p in parts):
+        parts = [
+            part for part in (self.kl, self.dnll) if part and part.standing is Standing.UNDECIDED
+        ]
+        if (
+            self.standing is not Standing.UNDECIDED
+            or not self.kl
+            or any(p.windows_needed is None for p in parts)
+        ):
             return None
         return max(part.windows_needed or 0 for part in parts)
 
@@ -239,7 +260,9 @@ def against_control(
     common = common_windows(result, control)
     if not common:
         return None
-    windows = sum(bool((x.finite & y.finite).any()) for x, y in zip(result.seen, control.seen, strict=False))
+    windows = sum(
+        bool((x.finite & y.finite).any()) for x, y in zip(result.seen, control.seen, strict=False)
+    )
     bounded = result.summary.bounds or control.summary.bounds
     return Control(
         result.label,
@@ -250,8 +273,12 @@ def against_control(
     )
 
 
-def controlled(results: Sequence[CandidateResult], plan: Plan) -> tuple[list[CandidateResult], dict[str, Control]]:
-    """The results of the candidates alone, and of each, by its label, how it stands against the plan's control."""
+def controlled(
+    results: Sequence[CandidateResult], plan: Plan
+) -> tuple[list[CandidateResult], dict[str, Control]]:
+    """The results of the candidates alone, and of each, by its label, how it stands against the
+    plan's control.
+    """
     if not plan.control:
         return list(results), {}
     label = label_of(plan.control, plan.sides)
@@ -265,7 +292,9 @@ def controlled(results: Sequence[CandidateResult], plan: Plan) -> tuple[list[Can
     return candidates, {one.candidate: one for one in found if one}
 
 
-def _judged(common: Common, name: str, windows: int, share: float, least: float = 0.0) -> NonInferiority:
+def _judged(
+    common: Common, name: str, windows: int, share: float, least: float = 0.0
+) -> NonInferiority:
     ours, theirs, tokens = (
         [float(getattr(x, name)[some].sum()) for x, _, some in common],
         [float(getattr(y, name)[some].sum()) for _, y, some in common],
@@ -283,9 +312,15 @@ def _finding(one: Control) -> Finding:
     worse = one.standing is Standing.WORSE
     what = f"{one.candidate} against {one.control}: {control_text(one)}"
     if worse:
-        title, remedies = f"worse than its control: {what}", ("keep the control, or use a finer format",)
+        title, remedies = (
+            f"worse than its control: {what}",
+            ("keep the control, or use a finer format",),
+        )
     elif one.kl is None:
-        title = f"a server's KL is only bounded, so nothing shows that it is no worse than its control: {what}"
+        title = (
+            "a server's KL is only bounded, so nothing shows that it is no worse than its control:"
+            f" {what}"
+        )
         remedies = ("run both engines in process",)
     else:
         title, remedies = f"undecided whether it is worse than its control: {what}", (_more(one),)
@@ -301,28 +336,43 @@ def _finding(one: Control) -> Finding:
 
 def _more(one: Control) -> str:
     if one.windows_needed is None:
-        return "the difference lies on the margin: no number of windows decides, a wider --control-margin does"
+        return (
+            "the difference lies on the margin: no number of windows decides, a wider"
+            " --control-margin does"
+        )
     return (
-        f"run again with --windows {one.windows_needed}: that decides with a chance of {POWER:.0%}, "
-        "were the estimates to stay where they are"
+        f"run again with --windows {one.windows_needed}: that decides with a chance of {POWER:.0%},"
+        " were the estimates to stay where they are"
     )
 
 
 def control_text(one: Control) -> str:
-    """`KL +0.0012 [+0.0010, +0.0014] of +0.0008 allowed, perplexity +0.10 % [+0.02, +0.18] of +0.10 % allowed`."""
+    """`KL +0.0012 [+0.0010, +0.0014] of +0.0008 allowed, perplexity +0.10 % [+0.02, +0.18] of +0.10
+    % allowed`.
+    """
     dppl = percent_change(one.dnll.difference)
     limit = percent_change(Interval(one.dnll.margin, one.dnll.margin, one.dnll.margin)).value
-    text = f"perplexity {dppl.value:+.2f} % [{dppl.lo:+.2f}, {dppl.hi:+.2f}] of {limit:+.2f} % allowed"
+    text = (
+        f"perplexity {dppl.value:+.2f} % [{dppl.lo:+.2f}, {dppl.hi:+.2f}] of {limit:+.2f} % allowed"
+    )
     if one.kl is None:
         return text
     kl = one.kl.difference
-    return f"KL {kl.value:+.3g} [{kl.lo:+.3g}, {kl.hi:+.3g}] of {one.kl.margin:+.3g} allowed, {text}"
+    return (
+        f"KL {kl.value:+.3g} [{kl.lo:+.3g}, {kl.hi:+.3g}] of {one.kl.margin:+.3g} allowed, {text}"
+    )
 
 
 def control_metrics(found: Sequence[Control]) -> list[Metric]:
     """One figure a candidate."""
     return [
-        Metric(f"against {one.control}" if len(found) == 1 else f"{one.candidate} against {one.control}",
-               f"{one.standing.value}: {control_text(one)}")
+        Metric(
+            (
+                f"against {one.control}"
+                if len(found) == 1
+                else f"{one.candidate} against {one.control}"
+            ),
+            f"{one.standing.value}: {control_text(one)}",
+        )
         for one in found
-    ]  # fmt: skip
+    ]

@@ -1,10 +1,12 @@
-"""The sums of `assay.fidelity.metrics.row_sums` by one Triton kernel on a GPU, once it gave what torch gives of real rows.
+"""The sums of `assay.fidelity.metrics.row_sums` by one Triton kernel on a GPU, once it gave what
+torch gives of real rows.
 
-A program takes a row and reads each side's logits three times in the type that the engine gave them. The first reading
-finds the largest logit of both sides and its lowest index, the second adds up what is relative to it, and the third,
-which finds the row in the cache, takes the total variation of what is divided by those sums. So nothing is rescaled on
-the way and the rounding is that of `row_sums`. Exponentials below the smallest normal float32 (a or
-b < −87) count as 0. Import it only where Triton is.
+A program takes a row and reads each side's logits three times in the type that the engine gave
+them. The first reading finds the largest logit of both sides and its lowest index, the second adds
+up what is relative to it, and the third, which finds the row in the cache, takes the total
+variation of what is divided by those sums. So nothing is rescaled on the way and the rounding is
+that of `row_sums`. Exponentials below the smallest normal float32 (a or b < −87) count as 0. Import
+it only where Triton is.
 """
 
 from __future__ import annotations
@@ -19,14 +21,20 @@ import triton.language as tl
 from assay.environment import gives_the_same
 
 Sums = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of logits of both sides [n, V] and ids [n]: float64 [10, n], the fields of `assay.fidelity.metrics.RowSums` in order."""
+"""Of logits of both sides [n, V] and ids [n]: float64 [10, n], the fields of
+`assay.fidelity.metrics.RowSums` in order.
+"""
 
 _COMPARED_ROWS = 64
 _SAME: dict[tuple[object, ...], bool] = {}
 
 
-def sums(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, by_torch: Sums) -> torch.Tensor | None:
-    """As `by_torch` of whole distributions; None where the kernel does not take such rows, or gave other values."""
+def sums(
+    ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, by_torch: Sums
+) -> torch.Tensor | None:
+    """As `by_torch` of whole distributions; None where the kernel does not take such rows, or gave
+    other values.
+    """
     if not (_is_plain(ref) and _is_plain(cand)):
         return None
     key = (ref.device, ref.dtype, cand.dtype, ref.shape[-1])
@@ -46,17 +54,21 @@ def same_by_both(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, by_t
     if os.environ.get("ASSAY_NO_TRITON"):
         return False
     return gives_the_same(
-        "the fused kernel of statistics", lambda: alike(_on_gpu(ref, cand, gold), by_torch(ref, cand, gold))
+        "the fused kernel of statistics",
+        lambda: alike(_on_gpu(ref, cand, gold), by_torch(ref, cand, gold)),
     )
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the sums [10, n] are those of the same logits but for rounding; rows that are not finite must be the same."""
+    """Whether the sums [10, n] are those of the same logits but for rounding; rows that are not
+    finite must be the same.
+    """
     usable = [x[1:3].isfinite().all(0) for x in (one, other)]
     if not torch.equal(*usable):
         return False
     one, other = one[:, usable[1]], other[:, usable[1]]
-    # A sum over V terms of size up to p_sum · |a − b| is as exact as those terms, however small it is itself.
+    # A sum over V terms of size up to p_sum · |a − b| is as exact as those terms, however small it
+    # is itself.
     scale = torch.maximum(other[1], other[2])
     near = (one == other) | ((one - other).abs() <= 1e-5 * (scale + other.abs()))
     return bool(near[:-1].all()) and torch.equal(one[-1], other[-1])
@@ -72,7 +84,9 @@ def _on_gpu(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) -> torch.
 
 
 def fused_row_sums(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) -> torch.Tensor:
-    """Sums [10, n] of logits [n, V] (bfloat16, float16 or float32; entries of a row next to each other), ids below V."""
+    """Sums [10, n] of logits [n, V] (bfloat16, float16 or float32; entries of a row next to each
+    other), ids below V.
+    """
     rows, vocab = ref.shape
     out = torch.empty(10, rows, dtype=torch.float32, device=ref.device)
     if rows:
@@ -150,7 +164,9 @@ def _row_sums(  # type: ignore[no-untyped-def]
         inside = at < vocab
         a = tl.load(ref_row + at, mask=inside, other=float("-inf")).to(tl.float32) - ref_max
         b = tl.load(cand_row + at, mask=inside, other=float("-inf")).to(tl.float32) - cand_max
-        apart += tl.where(inside, tl.abs(tl.exp(a) * (0.5 / p_all) - tl.exp(b) * (0.5 / q_all)), 0.0)
+        apart += tl.where(
+            inside, tl.abs(tl.exp(a) * (0.5 / p_all) - tl.exp(b) * (0.5 / q_all)), 0.0
+        )
 
     gold = tl.load(gold_at + row)
     best = tl.load(ref_row + cand_first, mask=cand_first < vocab, other=0.0).to(tl.float32)

@@ -1,13 +1,15 @@
 """A reference in one file, that a stranger can check and compare against: `pack:FILE`.
 
-It is a safetensors file of the final states [windows, n, d] in 16 bits and the token ids [windows, length]; its metadata
-holds a manifest: how and by what it was scored, the SHA-256 of every tensor and window, those of the model's files, the
-floors, what rounding the states to 16 bits cost, and the digest of the output head. The head itself is in it only where
-that was asked for. Else it comes from a checkpoint (`pack:FILE?head=FOLDER`) or from the candidate, and counts only if
-its digest is that of the pack.
+It is a safetensors file of the final states [windows, n, d] in 16 bits and the token ids [windows,
+length]; its metadata holds a manifest: how and by what it was scored, the SHA-256 of every tensor
+and window, those of the model's files, the floors, what rounding the states to 16 bits cost, and
+the digest of the output head. The head itself is in it only where that was asked for. Else it comes
+from a checkpoint (`pack:FILE?head=FOLDER`) or from the candidate, and counts only if its digest is
+that of the pack.
 
-The manifest carries its own hash, and a signature where a key was given (`signature`): who has the secret, or the public
-half of the key, can tell that nobody else changed the pack. Without a key the hash tells damage only.
+The manifest carries its own hash, and a signature where a key was given (`signature`): who has the
+secret, or the public half of the key, can tell that nobody else changed the pack. Without a key the
+hash tells damage only.
 """
 
 from __future__ import annotations
@@ -36,11 +38,12 @@ if TYPE_CHECKING:
     import torch
 
 
-# -----------------------------------------------------------------------------
-# Who packed it: a signature by a secret that both sides share, or by a key pair whose public half anybody may have.
+# Who packed it: a signature by a secret that both sides share, or by a key pair whose public half
+# anybody may have.
 #
-# A file with a secret of at least 16 bytes signs by HMAC-SHA256 (RFC 2104). A private Ed25519 key (RFC 8032), as PEM or as
-# `ssh-keygen -t ed25519` writes it, signs so that its public half checks. Signatures are entries of a pack's metadata.
+# A file with a secret of at least 16 bytes signs by HMAC-SHA256 (RFC 2104). A private Ed25519 key
+# (RFC 8032), as PEM or as `ssh-keygen -t ed25519` writes it, signs so that its public half checks.
+# Signatures are entries of a pack's metadata.
 
 
 LEAST_KEY = 16
@@ -50,7 +53,9 @@ _PEM, _SSH = b"-----BEGIN ", b"ssh-"
 
 @dataclass(frozen=True)
 class Key:
-    """A secret, or an Ed25519 key: `public` are its 32 bytes, `private` signs where the file holds that half."""
+    """A secret, or an Ed25519 key: `public` are its 32 bytes, `private` signs where the file holds
+    that half.
+    """
 
     path: Path
     secret: bytes = b""
@@ -58,11 +63,17 @@ class Key:
     private: Any = None
 
     def sign(self, text: str) -> dict[str, str]:
-        """The entries of the metadata that sign a text; UsageError where the file holds the public half alone."""
+        """The entries of the metadata that sign a text; UsageError where the file holds the public
+        half alone.
+        """
         if self.secret:
             return {"hmac": self._mac(text)}
         if self.private is None:
-            raise _unusable(self.path, "it is a public key, which checks and cannot sign", "sign with the private key")
+            raise _unusable(
+                self.path,
+                "it is a public key, which checks and cannot sign",
+                "sign with the private key",
+            )
         return {"ed25519": self.private.sign(text.encode()).hex(), "ed25519_key": self.public.hex()}
 
     def check(self, name: str, text: str, metadata: Mapping[str, str]) -> None:
@@ -73,15 +84,25 @@ class Key:
             other = signer(metadata)
             if other:
                 raise _refused(
-                    name, f"is signed by {other}, and this key is of another kind", "give the key of that kind"
+                    name,
+                    f"is signed by {other}, and this key is of another kind",
+                    "give the key of that kind",
                 )
-            raise _refused(name, "is not signed, and a key was given", "leave the key out, or ask for a signed pack")
+            raise _refused(
+                name,
+                "is not signed, and a key was given",
+                "leave the key out, or ask for a signed pack",
+            )
         if self.secret:
             whole = hmac.compare_digest(self._mac(text), signature)
         else:
             whole = _verifies(self.public, signature, text)
         if not whole:
-            raise _refused(name, "was not signed with this key", "check the key; if it is right, the pack was changed")
+            raise _refused(
+                name,
+                "was not signed with this key",
+                "check the key; if it is right, the pack was changed",
+            )
 
     def _mac(self, text: str) -> str:
         return hmac.new(self.secret, text.encode(), hashlib.sha256).hexdigest()
@@ -103,7 +124,9 @@ def read_key(path: Path | None) -> Key | None:
 
 
 def signer(metadata: Mapping[str, str]) -> str:
-    """Who signed, as far as the metadata says: `HMAC-SHA256`, or an Ed25519 key with its fingerprint; empty for nobody."""
+    """Who signed, as far as the metadata says: `HMAC-SHA256`, or an Ed25519 key with its
+    fingerprint; empty for nobody.
+    """
     if "ed25519" in metadata:
         try:
             digest = hashlib.sha256(bytes.fromhex(metadata.get("ed25519_key", ""))).hexdigest()
@@ -116,10 +139,15 @@ def signer(metadata: Mapping[str, str]) -> str:
 def _key_pair(path: Path, raw: bytes) -> Key:
     try:
         from cryptography.hazmat.primitives import serialization as forms
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+            Ed25519PrivateKey,
+            Ed25519PublicKey,
+        )
     except ImportError as error:
         raise _unusable(
-            path, "Ed25519 keys need the package cryptography", "pip install 'llm-assay[sign]', or use a secret"
+            path,
+            "Ed25519 keys need the package cryptography",
+            "pip install 'llm-assay[sign]', or use a secret",
         ) from error
     try:
         if raw.startswith(_SSH):
@@ -133,11 +161,15 @@ def _key_pair(path: Path, raw: bytes) -> Key:
     except Exception as error:  # damaged, encrypted, or of a kind that the library does not know
         locked = isinstance(error, TypeError)  # so the library says that a passphrase is missing
         reason = "it is locked with a passphrase" if locked else "it cannot be read as a key"
-        raise _unusable(path, reason, "give an Ed25519 key without a passphrase, as PEM or OpenSSH") from error
+        raise _unusable(
+            path, reason, "give an Ed25519 key without a passphrase, as PEM or OpenSSH"
+        ) from error
     private = key if isinstance(key, Ed25519PrivateKey) else None
     public = key.public_key() if private else key
     if not isinstance(public, Ed25519PublicKey):
-        raise _unusable(path, "it is no Ed25519 key", "make one: ssh-keygen -t ed25519 -N '' -f pack_key")
+        raise _unusable(
+            path, "it is no Ed25519 key", "make one: ssh-keygen -t ed25519 -N '' -f pack_key"
+        )
     return Key(path, b"", public.public_bytes(forms.Encoding.Raw, forms.PublicFormat.Raw), private)
 
 
@@ -153,14 +185,17 @@ def _verifies(public: bytes, signature: str, text: str) -> bool:
 
 
 def _refused(name: str, what: str, remedy: str) -> AssayError:
-    return AssayError(f"the pack {name} {what}", finding_id="fidelity.pack_signature", remedy=remedy)
+    return AssayError(
+        f"the pack {name} {what}", finding_id="fidelity.pack_signature", remedy=remedy
+    )
 
 
-def _unusable(path: Path, reason: str, remedy: str = "make one: head -c 32 /dev/urandom | base64 > key") -> UsageError:
+def _unusable(
+    path: Path, reason: str, remedy: str = "make one: head -c 32 /dev/urandom | base64 > key"
+) -> UsageError:
     return UsageError(f"the key {path}: {reason}", remedy=remedy, finding_id="fidelity.usage")
 
 
-# -----------------------------------------------------------------------------
 # The pack itself.
 
 
@@ -177,32 +212,48 @@ class PackOptions(Options):
 
     source: str
     _: KW_ONLY
-    out: Path | None = option(None, "File to write; without it the argument is a pack, which is checked.")
-    head: bool = option(False, "Put the output head itself into the pack, and not its digest alone.")
+    out: Path | None = option(
+        None, "File to write; without it the argument is a pack, which is checked."
+    )
+    head: bool = option(
+        False, "Put the output head itself into the pack, and not its digest alone."
+    )
     dtype: str = option(
         "engine",
         "Type of the states; engine: as stored, float32 as float16.",
         choices=("engine", "bfloat16", "float16"),
     )
     key: Path | None = option(
-        None, "File with a secret or an Ed25519 key (PEM, OpenSSH): sign the pack, or check who signed.", apart=True
+        None,
+        "File with a secret or an Ed25519 key (PEM, OpenSSH): sign the pack, or check who signed.",
+        apart=True,
     )
 
 
-# -----------------------------------------------------------------------------
 # Write a pack.
 
 
 def write_pack(options: PackOptions) -> Report:
-    """Make the pack `options.out` of a store; without `out` check the pack `options.source` and say what is in it."""
+    """Make the pack `options.out` of a store; without `out` check the pack `options.source` and say
+    what is in it.
+    """
     if options.out is None:
         pack = read_pack(Path(options.source), options.key)
-        return _report(pack, options, f"whole{_signed(pack, options.key)}; compare with it as pack:{options.source}")
+        return _report(
+            pack,
+            options,
+            f"whole{_signed(pack, options.key)}; compare with it as pack:{options.source}",
+        )
     key = read_key(options.key)
     store = open_store(Path(options.source.removeprefix("run:")).expanduser())
     tensors, manifest = _content(store, options)
     text = _canonical(manifest)
-    metadata = {"format": FORMAT, "version": str(VERSION), "manifest": text, "sha256": _sha256(text.encode())}
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "manifest": text,
+        "sha256": _sha256(text.encode()),
+    }
     if key:
         metadata |= key.sign(text)
     from safetensors.torch import save
@@ -220,7 +271,9 @@ def write_pack(options: PackOptions) -> Report:
 
 
 def _content(store: Store, options: PackOptions) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors and manifest of the pack of a store; AssayError where the states do not fit into the type."""
+    """Tensors and manifest of the pack of a store; AssayError where the states do not fit into the
+    type.
+    """
     import torch
 
     header, head = store.header, store.head
@@ -255,7 +308,11 @@ def _content(store: Store, options: PackOptions) -> tuple[dict[str, torch.Tensor
         "head": _head_facts(head),
         "windows": [{"index": w.index, "sha256": w.sha256} for w in store.windows],
         "tensors": {name: _sha256(_bytes(tensor)) for name, tensor in tensors.items()},
-        "rounding": {"stored": header.dtype, "kld_mean": float(cost.mean()), "kld_max": float(cost.max())},
+        "rounding": {
+            "stored": header.dtype,
+            "kld_mean": float(cost.mean()),
+            "kld_max": float(cost.max()),
+        },
         "packed_by": describe(),
     }
 
@@ -268,7 +325,9 @@ def _cost(exact: StateRows, packed: StateRows) -> torch.Tensor:
 
 
 def head_digest(head: Head) -> str:
-    """SHA-256 of an output head as float32, so that a head in 16 bits and the same one widened are equal."""
+    """SHA-256 of an output head as float32, so that a head in 16 bits and the same one widened are
+    equal.
+    """
     digest = hashlib.sha256(repr(tuple(head.weight.shape)).encode())
     for tensor in (head.weight, head.bias):
         for rows in () if tensor is None else tensor.detach().cpu().split(8192):
@@ -301,7 +360,6 @@ def _canonical(manifest: Mapping[str, Any]) -> str:
     return json.dumps(manifest, sort_keys=True, separators=(",", ":"), default=dict)
 
 
-# -----------------------------------------------------------------------------
 # Read a pack.
 
 
@@ -336,9 +394,13 @@ class Pack:
             own = getattr(engine, "head", None)
             if not isinstance(own, Head) or not self._is_its(own):
                 raise AssayError(
-                    f"{self.path.name} holds no output head, and the candidate does not have the reference's",
+                    f"{self.path.name} holds no output head, and the candidate does not have the"
+                    " reference's",
                     finding_id="fidelity.pack_head",
-                    remedy=f"name a folder with the reference's output head: pack:{self.path.name}?head=FOLDER",
+                    remedy=(
+                        "name a folder with the reference's output head:"
+                        f" pack:{self.path.name}?head=FOLDER"
+                    ),
                 )
             self.head = self._fitted(own.weight, own.bias)
 
@@ -352,7 +414,10 @@ class Pack:
         raise AssayError(
             f"{folder} does not hold the output head of {self.path.name}",
             finding_id="fidelity.pack_head",
-            remedy="give the folder of the reference's own checkpoint, or ask for a pack with its head in it",
+            remedy=(
+                "give the folder of the reference's own checkpoint, or ask for a pack with its head"
+                " in it"
+            ),
         )
 
     def rows(self, windows: Sequence[Window]) -> Iterator[StateRows]:
@@ -360,7 +425,9 @@ class Pack:
         assert self.head is not None
         place = {window.index: i for i, window in enumerate(self.windows)}
         for window in windows:
-            yield StateRows(window, self.header.scored_from, self.states[place[window.index]], self.head)
+            yield StateRows(
+                window, self.header.scored_from, self.states[place[window.index]], self.head
+            )
 
     def _is_its(self, head: Head) -> bool:
         """Whether a head is the reference's: a capture names it by the bytes in its own type."""
@@ -371,7 +438,9 @@ class Pack:
         return fitted.bias is None and content_digest(fitted.weight) == str(facts["sha256"])
 
     def _fitted(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Head:
-        """A head in the type in which the reference computed, which loses nothing where the digest is the same."""
+        """A head in the type in which the reference computed, which loses nothing where the digest
+        is the same.
+        """
         import torch
 
         facts = self.manifest["head"]
@@ -381,7 +450,9 @@ class Pack:
 
 
 def read_pack(path: Path, key: Path | None = None) -> Pack:
-    """The pack in a file, all of it checked; AssayError in one line where it was altered or the key is another."""
+    """The pack in a file, all of it checked; AssayError in one line where it was altered or the key
+    is another.
+    """
     from safetensors.torch import load
 
     given = read_key(key)
@@ -411,7 +482,9 @@ def read_pack(path: Path, key: Path | None = None) -> Pack:
         raise
     except Exception as error:  # whatever safetensors or a strange manifest raises
         raise _altered(path, f"it cannot be read ({type(error).__name__})") from error
-    if any(w.sha256 != entry["sha256"] for w, entry in zip(windows, manifest["windows"], strict=True)):
+    if any(
+        w.sha256 != entry["sha256"] for w, entry in zip(windows, manifest["windows"], strict=True)
+    ):
         raise _altered(path, "the ids of a window are not its own")
     pack = Pack(path, header, windows, manifest, signer(metadata), tensors["states"])
     if "head" in tensors:
@@ -475,7 +548,9 @@ def pack_path(spec: str) -> Path:
 
 
 def _heads_in(folder: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Output heads that the safetensors files of a checkpoint may hold: of its own, or the embedding that it is tied to."""
+    """Output heads that the safetensors files of a checkpoint may hold: of its own, or the
+    embedding that it is tied to.
+    """
     from safetensors import SafetensorError, safe_open
 
     for names in (("lm_head", "output"), ("embed_tokens", "wte", "tok_embeddings")):
@@ -484,7 +559,10 @@ def _heads_in(folder: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]
                 keys = list(tensors.keys())
                 for name in (k for k in keys if k.endswith(tuple(f"{n}.weight" for n in names))):
                     bias = f"{name.removesuffix('weight')}bias"
-                    yield tensors.get_tensor(name), tensors.get_tensor(bias) if bias in keys else None
+                    yield (
+                        tensors.get_tensor(name),
+                        tensors.get_tensor(bias) if bias in keys else None,
+                    )
 
 
 def _read(path: Path) -> bytes:
@@ -519,7 +597,9 @@ def _altered(path: Path, reason: str) -> AssayError:
 def _signed(pack: Pack, key: Path | None) -> str:
     if key:
         return " and signed with this key"
-    return f", signed by {pack.signer} (give --key to check that)" if pack.signer else ", not signed"
+    return (
+        f", signed by {pack.signer} (give --key to check that)" if pack.signer else ", not signed"
+    )
 
 
 def _report(pack: Pack, options: PackOptions, summary: str) -> Report:
@@ -549,8 +629,14 @@ def _report(pack: Pack, options: PackOptions, summary: str) -> Report:
         headline=[
             Metric("packed", f"{pack.tokens:,} tokens in {len(pack.windows)} windows"),
             Metric("states and ids", f"{header.dtype}, {pack.bytes_per_token:,.0f} bytes a token"),
-            Metric("cost of rounding", f"KL {rounding['kld_mean']:.2g} nats, at most {rounding['kld_max']:.2g}"),
-            Metric("output head", "in the pack" if pack.head else f"by digest {results['head']['sha256'][:12]}…"),
+            Metric(
+                "cost of rounding",
+                f"KL {rounding['kld_mean']:.2g} nats, at most {rounding['kld_max']:.2g}",
+            ),
+            Metric(
+                "output head",
+                "in the pack" if pack.head else f"by digest {results['head']['sha256'][:12]}…",
+            ),
             Metric("signature", pack.signer or "none"),
         ],
         summary=summary,

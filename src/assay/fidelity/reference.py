@@ -15,10 +15,24 @@ from assay.engines.scoring import ScoringEngine, ScoringPath, TokenizerFacts, Wi
 from assay.engines.specs import SCORERS, check_spec, is_server, open_scorer
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
-from assay.fidelity.breakdown import FLOOR_WINDOWS, Continued, Floors, continue_greedily, measure_floors
+from assay.fidelity.breakdown import (
+    FLOOR_WINDOWS,
+    Continued,
+    Floors,
+    continue_greedily,
+    measure_floors,
+)
 from assay.fidelity.cost import WORTH_MEASURING, Budget, foretell, measure_pace
 from assay.fidelity.pack import open_pack
-from assay.fidelity.plan import Plan, available_windows, blocks_of, cut_windows, fingerprint, label_of, places_of
+from assay.fidelity.plan import (
+    Plan,
+    available_windows,
+    blocks_of,
+    cut_windows,
+    fingerprint,
+    label_of,
+    places_of,
+)
 from assay.fidelity.routing import Routing, read_routing
 from assay.fidelity.score import LiveRows, ReferenceRows, require_path
 from assay.fidelity.store import NAME as STORE
@@ -53,13 +67,19 @@ class Reference:
     floors: Floors = field(default_factory=Floors)
     probe_ids: Sequence[int] | None = None
     """Its ids of the probe text (`assay.fidelity.text`), None where nobody knows them."""
-    greedy: Continued = field(default_factory=lambda: Continued(reason="a stored reference has no model"))
+    greedy: Continued = field(
+        default_factory=lambda: Continued(reason="a stored reference has no model")
+    )
     """Its greedy continuations, where the plan asks for them."""
     engine: ScoringEngine | None = None
     find_head: Callable[[Any], None] = lambda engine: None
-    """Told each candidate's engine before it scores: a pack without an output head takes the candidate's."""
+    """Told each candidate's engine before it scores: a pack without an output head takes the
+    candidate's.
+    """
     model_sha256: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the files of its model, by which a stranger's copy is known as the same; empty where nobody knows."""
+    """Digests of the files of its model, by which a stranger's copy is known as the same; empty
+    where nobody knows.
+    """
     fingerprint: str = ""
     """`identity.fingerprint` of what scored it; empty where nobody knows."""
     routing: Routing | None = None
@@ -67,15 +87,21 @@ class Reference:
     plan: Plan | None = None
     """The plan with as many windows as a budget allows, None where it is as it was."""
     floors_later: tuple[float, Callable[[], Floors]] | None = None
-    """Seconds that the floors will take, and what measures them; None where they are measured or not wanted."""
+    """Seconds that the floors will take, and what measures them; None where they are measured or
+    not wanted.
+    """
 
     def blocks(self, count: int) -> list[int]:
-        """The cluster of each of the first windows; a store of version 0.1 has its windows one after the other."""
+        """The cluster of each of the first windows; a store of version 0.1 has its windows one
+        after the other.
+        """
         places = self.text_facts.get("places") or range(len(self.windows))
         return blocks_of(places[:count])
 
     def is_same(self, spec: str, facts: Mapping[str, Any]) -> bool:
-        """Whether `spec`, whose engine says `facts` of itself, is the reference itself: the same files run the same way."""
+        """Whether `spec`, whose engine says `facts` of itself, is the reference itself: the same
+        files run the same way.
+        """
         if self.fingerprint and fingerprint(spec) == self.fingerprint:
             return True
         own = {name: value for name, value in self.facts.items() if name not in ("label", "states")}
@@ -88,8 +114,11 @@ class Reference:
             self.engine = None
 
 
-def open_reference(plan: Plan, folder: Path, progress: Progress, budget: Budget | None = None) -> Reference:
-    """Score the reference of the plan into `folder`, read a stored one, or get one ready that scores along.
+def open_reference(
+    plan: Plan, folder: Path, progress: Progress, budget: Budget | None = None
+) -> Reference:
+    """Score the reference of the plan into `folder`, read a stored one, or get one ready that
+    scores along.
 
     OutOfTime where the budget is too small for any answer.
     """
@@ -98,7 +127,9 @@ def open_reference(plan: Plan, folder: Path, progress: Progress, budget: Budget 
         return stored_reference(plan)
     text = plan_text(plan)  # before a model is loaded: a wrong name should not cost that
     with budget.stage("loading libraries"):  # once; a candidate is opened without
-        import_module(SCORERS.get(f"{plan.reference.partition(':')[0]}:", "torch").partition(":")[0])
+        import_module(
+            SCORERS.get(f"{plan.reference.partition(':')[0]}:", "torch").partition(":")[0]
+        )
     with budget.stage("opening the reference"):
         engine = open_scorer(plan.reference)
     opening = budget.took["opening the reference"]
@@ -129,7 +160,8 @@ def open_reference(plan: Plan, folder: Path, progress: Progress, budget: Budget 
             )
         with budget.stage("scoring the reference"):
             store = store_states(plan, engine, windows, text_facts, folder / "reference", progress)
-        # The floors come after the answer, unless opening the engine again would take longer than they do.
+        # The floors come after the answer, unless opening the engine again would take longer than
+        # they do.
         passes = 3 * FLOOR_WINDOWS * budget.took["scoring the reference"] / len(windows)
         floors, kept, later = Floors(), folder / "floors.json", None
         if plan.floors and (kept.exists() or (budget.seconds is None and opening > passes)):
@@ -181,7 +213,8 @@ def _fitting(
     opening: float,
     progress: Progress,
 ) -> Plan:
-    """The plan with as many windows as the budget allows, by the engine's own speed; a run that goes on keeps its size.
+    """The plan with as many windows as the budget allows, by the engine's own speed; a run that
+    goes on keeps its size.
 
     The expected time is told, without a budget too.
     """
@@ -189,7 +222,9 @@ def _fitting(
     if budget.seconds is None and plan.windows * plan.length * (1 + sides) < WORTH_MEASURING:
         return plan
     pace = measure_pace(engine, plan, _words(text))
-    here = sum(not is_server(spec) for spec in plan.sides)  # whose opening takes as long as the reference's
+    here = sum(
+        not is_server(spec) for spec in plan.sides
+    )  # whose opening takes as long as the reference's
     scored = sides if engine.ability.states else 2 * sides - 1
     once = int(plan.routing)  # the reference runs once more for its routing, a candidate twice
     a_token = pace.score * (1 + scored + once * (1 + 2 * sides)) + pace.compare * sides * (1 + once)
@@ -207,7 +242,9 @@ def _fitting(
     expected = {"reference": pace.score * ((1 + once) * windows - windows_kept(folder)) * length}
     for number, spec in enumerate(plan.sides):
         todo = windows - _scored(folder, number, 1 if is_server(spec) else batch or 4)
-        expected[label_of(spec, plan.sides)] = opening * (not is_server(spec)) + each * max(0, todo) * length
+        expected[label_of(spec, plan.sides)] = (
+            opening * (not is_server(spec)) + each * max(0, todo) * length
+        )
     budget.tell(expected, progress)
     return replace(plan, windows=windows, length=length, batch=batch)
 
@@ -229,15 +266,17 @@ def _scored(folder: Path, number: int, batch: int) -> int:
 
 
 def plan_text(plan: Plan) -> Text | None:
-    """The text that the plan names, None where the reference writes it; AssayError where it cannot be read."""
+    """The text that the plan names, None where the reference writes it; AssayError where it cannot
+    be read.
+    """
     return None if plan.text == (SELF,) else read_text(plan.text)
 
 
 def plan_windows(
     plan: Plan, tokenizer: TokenizerFacts, own: OwnText | None = None, text: Text | None = None
 ) -> tuple[list[Window], dict[str, Any]]:
-    """The windows of the plan's text (`own`, where the reference wrote it; `text`, where it has been read already), and
-    what a result says of them.
+    """The windows of the plan's text (`own`, where the reference wrote it; `text`, where it has
+    been read already), and what a result says of them.
 
     AssayError where there is no whole one.
     """
@@ -273,7 +312,8 @@ def store_states(
     dtype: str | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Store:
-    """Score the windows that `folder` does not hold yet, and store them (in the engine's own type by default).
+    """Score the windows that `folder` does not hold yet, and store them (in the engine's own type
+    by default).
 
     `facts` are kept beside the environment: what may change from run to run of the same reference.
     """
@@ -298,7 +338,9 @@ def store_states(
             )
             writer = StoreWriter(folder, header, head)
         if writer is None:
-            raise AssayError(f"{label_of(plan.reference)} scored nothing", finding_id="fidelity.engine_load")
+            raise AssayError(
+                f"{label_of(plan.reference)} scored nothing", finding_id="fidelity.engine_load"
+            )
         todo = [w for w in windows if not writer.has(w)]
         for _ in range(len(windows) - len(todo)):
             advance()
@@ -314,10 +356,14 @@ def tokenizer_check(sha256: str, vocab_size: int) -> Callable[[TokenizerFacts, s
     def check(candidate: TokenizerFacts, label: str) -> None:
         if candidate.sha256 != sha256:
             raise AssayError(
-                f"{label} has another tokenizer than the reference: their vocabularies differ "
-                f"({candidate.vocab_size:,} and {vocab_size:,} entries, hashes {candidate.sha256[:12]} and {sha256[:12]})",
+                f"{label} has another tokenizer than the reference: their vocabularies differ"
+                f" ({candidate.vocab_size:,} and {vocab_size:,} entries, hashes"
+                f" {candidate.sha256[:12]} and {sha256[:12]})",
                 finding_id="fidelity.tokenizer_mismatch",
-                remedy="distributions over different tokens cannot be compared; give a candidate of the same model",
+                remedy=(
+                    "distributions over different tokens cannot be compared; give a candidate of"
+                    " the same model"
+                ),
             )
 
     return check
@@ -337,7 +383,12 @@ def _greedy(
 
 
 def _floors(
-    plan: Plan, engine: ScoringEngine, store: Store, windows: Sequence[Window], kept: Path, progress: Progress
+    plan: Plan,
+    engine: ScoringEngine,
+    store: Store,
+    windows: Sequence[Window],
+    kept: Path,
+    progress: Progress,
 ) -> Floors:
     """Measure the floors, or read them where an interrupted run has measured them."""
     if kept.exists():
@@ -347,12 +398,14 @@ def _floors(
     return floors
 
 
-# -----------------------------------------------------------------------------
-# `run:DIR` and `run:FILE` as the reference: a store of assay's, or llama.cpp's file of log-probabilities.
+# `run:DIR` and `run:FILE` as the reference: a store of assay's, or llama.cpp's file of
+# log-probabilities.
 
 
 def stored_reference(plan: Plan) -> Reference:
-    """The reference that `plan.reference` names; AssayError where it is damaged or does not fit the plan."""
+    """The reference that `plan.reference` names; AssayError where it is damaged or does not fit the
+    plan.
+    """
     if plan.text:
         raise UsageError(
             f"{label_of(plan.reference)} has its own windows",
@@ -371,7 +424,9 @@ def _store(plan: Plan, path: Path) -> Reference:
     return _stored(plan, store.header, store.windows, store)
 
 
-def _stored(plan: Plan, header: StoreHeader, windows: Sequence[Window], rows: ReferenceRows, **more: Any) -> Reference:
+def _stored(
+    plan: Plan, header: StoreHeader, windows: Sequence[Window], rows: ReferenceRows, **more: Any
+) -> Reference:
     _fits(plan, header.length, header.scored_from, header.path)
     available, windows = len(windows), windows[: plan.windows]
     tokenizer = header.tokenizer
@@ -394,11 +449,16 @@ def _stored(plan: Plan, header: StoreHeader, windows: Sequence[Window], rows: Re
     )
 
 
-def size_check(vocab_size: int, windows: Sequence[Window], name: str) -> Callable[[TokenizerFacts, str], None]:
+def size_check(
+    vocab_size: int, windows: Sequence[Window], name: str
+) -> Callable[[TokenizerFacts, str], None]:
     """What can be told of a candidate's tokenizer where the reference has only a number of tokens."""
 
     def check(candidate: TokenizerFacts, label: str) -> None:
-        if candidate.vocab_size > vocab_size or max(max(w.tokens) for w in windows) >= candidate.vocab_size:
+        if (
+            candidate.vocab_size > vocab_size
+            or max(max(w.tokens) for w in windows) >= candidate.vocab_size
+        ):
             raise AssayError(
                 f"{label} has {candidate.vocab_size:,} tokens, {name} has {vocab_size:,}",
                 finding_id="fidelity.tokenizer_mismatch",
@@ -414,7 +474,11 @@ def _base_file(plan: Plan, path: Path) -> Reference:
     windows = base.windows(None)[: plan.windows]
 
     check = size_check(base.vocab_size, windows, path.name)
-    facts = {"label": label_of(plan.reference), "engine": "llama.cpp base file", "vocab_size": base.vocab_size}
+    facts = {
+        "label": label_of(plan.reference),
+        "engine": "llama.cpp base file",
+        "vocab_size": base.vocab_size,
+    }
     text = {
         "sources": [path.name],
         "windows_available": len(base.tokens),
@@ -430,19 +494,21 @@ def _fits(plan: Plan, length: int, scored_from: int, path: str) -> None:
     if wanted != (length, scored_from, path):
         scored = "all" if scored_from == 1 else "second-half"
         raise UsageError(
-            f"{label_of(plan.reference)} was scored with --length {length} --scored {scored} --path {path}",
+            f"{label_of(plan.reference)} was scored with --length {length} --scored {scored} --path"
+            f" {path}",
             remedy="leave these options out: they are those of the store",
             finding_id="fidelity.usage",
         )
 
 
-# -----------------------------------------------------------------------------
 # `assay reference`: score a reference once and store it.
 
 
 @on_ray
 def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Progress) -> Report:
-    """Store the reference of `plan` at `out`; AssayError where the engine gives nothing that could be stored."""
+    """Store the reference of `plan` at `out`; AssayError where the engine gives nothing that could
+    be stored.
+    """
     if form == "llama.cpp" and plan.scored != "second-half":
         raise UsageError(
             "llama.cpp's file holds the second half of each window",
@@ -468,7 +534,8 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
             return _write_base(plan, out, engine, windows, text_facts, progress)
         if not engine.ability.states:
             raise AssayError(
-                f"{label_of(plan.reference)} gives no final states to store: {engine.ability.reason}",
+                f"{label_of(plan.reference)} gives no final states to store:"
+                f" {engine.ability.reason}",
                 finding_id="fidelity.no_states",
                 remedy="store its log-probabilities: --format llama.cpp --scored second-half",
             )
@@ -483,9 +550,18 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
         }
         if plan.floors:
             live = LiveRows(engine, plan.job)
-            facts["floors"] = measure_floors(engine, live, windows, plan.job, plan.seed, progress).to_json()
+            facts["floors"] = measure_floors(
+                engine, live, windows, plan.job, plan.seed, progress
+            ).to_json()
         store = store_states(
-            plan, engine, windows, text_facts, out, progress, None if dtype == "engine" else dtype, facts
+            plan,
+            engine,
+            windows,
+            text_facts,
+            out,
+            progress,
+            None if dtype == "engine" else dtype,
+            facts,
         )
     finally:
         engine.close()
@@ -508,14 +584,19 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
         results,
         [
             Metric("stored", f"{size.tokens:,} tokens in {len(windows)} windows"),
-            Metric("states", f"{size.states_bytes / 2**20:.1f} MiB, {size.bytes_per_token:,.0f} bytes a token"),
+            Metric(
+                "states",
+                f"{size.states_bytes / 2**20:.1f} MiB, {size.bytes_per_token:,.0f} bytes a token",
+            ),
             Metric("output head", f"{size.head_bytes / 2**20:.1f} MiB, once"),
         ],
     )
 
 
 def model_digests(spec: str) -> dict[str, str]:
-    """SHA-256 of the files of a model on this machine by their names; empty where the spec names none."""
+    """SHA-256 of the files of a model on this machine by their names; empty where the spec names
+    none.
+    """
     path = Path(spec.partition("?")[0].partition(":")[2]).expanduser()
     files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
     found = {}

@@ -12,24 +12,36 @@ from assay.engines.scoring import GreedyStep
 from assay.fidelity.breakdown import NEAR_TIE, Divergence, Greedy
 from assay.fidelity.margins import MarginTest, Pair
 from assay.fidelity.plan import Plan
-from assay.fidelity.result import CandidateResult, beyond_text, interval_text, kl_text, top1_text, tv_text
+from assay.fidelity.result import (
+    CandidateResult,
+    beyond_text,
+    interval_text,
+    kl_text,
+    top1_text,
+    tv_text,
+)
 from assay.fidelity.score import pooled
 from assay.stats import Interval, percent_change
 from assay.stats.equivalence import Grade
 from assay.verdict import Band, Block, Chart, Metric, Point, Quote, Series, Table
 
-# -----------------------------------------------------------------------------
-# Charts of several candidates of one run beside each other: forests of Δppl and KL, and size against KL.
+# Charts of several candidates of one run beside each other: forests of Δppl and KL, and size
+# against KL.
 
 
 def margin_bands(plan: Plan) -> list[Band]:
     """The margins of Δppl, in percent."""
     accept, marginal = 100 * plan.margin_ppl, 100 * plan.marginal_ppl
-    return [Band(Grade.ACCEPT.value, -accept, accept), Band(Grade.MARGINAL.value, -marginal, marginal)]
+    return [
+        Band(Grade.ACCEPT.value, -accept, accept),
+        Band(Grade.MARGINAL.value, -marginal, marginal),
+    ]
 
 
 def short_names(labels: Sequence[str]) -> list[str]:
-    """Labels without what all of them begin with, as far as a `?` or `&`: a chart has no room for the rest."""
+    """Labels without what all of them begin with, as far as a `?` or `&`: a chart has no room for
+    the rest.
+    """
     common = min(labels)
     while not all(label.startswith(common) for label in labels):
         common = common[:-1]
@@ -51,7 +63,14 @@ def forests(results: Sequence[CandidateResult], plan: Plan) -> list[Block]:
         if r.summary.kl.value > 0
     ]
     charts: list[Block] = [
-        Chart("Change of perplexity", "forest", [Series("Δppl", dppl)], "", "Δppl (%)", margin_bands(plan))
+        Chart(
+            "Change of perplexity",
+            "forest",
+            [Series("Δppl", dppl)],
+            "",
+            "Δppl (%)",
+            margin_bands(plan),
+        )
     ]
     if kl:
         bounded = "" if not any(r.summary.bounds for r in results) else ", of servers at least"
@@ -78,7 +97,9 @@ def pareto(results: Sequence[CandidateResult]) -> list[Block]:
     ]
     if len(rated) < 2:
         return []
-    names = dict(zip((id(r) for _, r in rated), short_names([r.label for _, r in rated]), strict=True))
+    names = dict(
+        zip((id(r) for _, r in rated), short_names([r.label for _, r in rated]), strict=True)
+    )
     front = [(size, r) for size, r in rated if not any(_beats(other, (size, r)) for other in rated)]
     behind = [pair for pair in rated if pair not in front]
     series = [
@@ -112,7 +133,9 @@ def pareto(results: Sequence[CandidateResult]) -> list[Block]:
 
 
 def _beats(a: tuple[int, CandidateResult], b: tuple[int, CandidateResult]) -> bool:
-    """Whether `a` is no larger and no further from the reference than `b`, and better in one of the two."""
+    """Whether `a` is no larger and no further from the reference than `b`, and better in one of the
+    two.
+    """
     (size_a, kl_a), (size_b, kl_b) = ((size, r.summary.kl.value) for size, r in (a, b))
     return size_a <= size_b and kl_a <= kl_b and (size_a, kl_a) != (size_b, kl_b)
 
@@ -122,7 +145,6 @@ def _floor_band(results: Sequence[CandidateResult]) -> list[Band]:
     return [Band("floor", 0.0, floor)] if floor else []
 
 
-# -----------------------------------------------------------------------------
 # The table of greedy continuations.
 
 
@@ -138,9 +160,12 @@ def greedy_blocks(greedy: Greedy, prefix: str) -> list[Table]:
             ("window", "parts at token", "reference", "gap", "candidate", "gap", "what it is"),
             [_row(d, greedy) for d in greedy.found],
             numeric=frozenset({0, 1, 3, 5}),
-            note=f"{len(greedy.diverged)} of {len(greedy.found)} part within {greedy.tokens} tokens, median {median}. "
-            f"Gaps are those of the two likeliest tokens, in nats; below {NEAR_TIE} on both sides rounding may "
-            "decide. After the first difference the two read different texts.",
+            note=(
+                f"{len(greedy.diverged)} of {len(greedy.found)} part within {greedy.tokens} tokens,"
+                f" median {median}. Gaps are those of the two likeliest tokens, in nats; below"
+                f" {NEAR_TIE} on both sides rounding may decide. After the first difference the two"
+                " read different texts."
+            ),
         )
     ]
 
@@ -165,9 +190,6 @@ def _shown(step: GreedyStep, greedy: Greedy) -> str:
     return f"{greedy.texts(step.token)!r} over {greedy.texts(step.runner_up)!r}"
 
 
-# -----------------------------------------------------------------------------
-
-
 def headline(results: Sequence[CandidateResult]) -> list[Metric]:
     """The few figures that are read first."""
     if len(results) == 1:
@@ -180,7 +202,10 @@ def headline(results: Sequence[CandidateResult]) -> list[Metric]:
             Metric("top-1", top1_text(s) + beyond_text(s), valid=valid),
             Metric("total variation", tv_text(s), valid=valid),
             *([results[0].routing.metric()] if results[0].routing else []),
-            Metric("scored", f"{s.tokens:,} tokens in {s.windows} windows{threads_text(results[0].engine)}"),
+            Metric(
+                "scored",
+                f"{s.tokens:,} tokens in {s.windows} windows{threads_text(results[0].engine)}",
+            ),
         ]
     return [Metric(r.label, r.summary.judgement.grade.value) for r in results]
 
@@ -212,7 +237,11 @@ def blocks(
         found.append(_windows(result, plan, prefix))
         found += _depth(result, prefix)
         found.append(_histogram(result, prefix))
-        found += [_bins(result, name, prefix) for name in ("confidence", "class") if result.breakdowns[name]]
+        found += [
+            _bins(result, name, prefix)
+            for name in ("confidence", "class")
+            if result.breakdowns[name]
+        ]
         if result.routing:
             found += result.routing.table(prefix)
         if result.greedy:
@@ -228,11 +257,18 @@ def _candidates(results: Sequence[CandidateResult]) -> Table:
         rows.append(
             [
                 r.label,
-                f"{size / 2**20:.1f}" if isinstance(size := r.engine.get("weight_bytes"), int) else "–",
+                (
+                    f"{size / 2**20:.1f}"
+                    if isinstance(size := r.engine.get("weight_bytes"), int)
+                    else "–"
+                ),
                 s.judgement.grade.value,
                 interval_text(s.judgement.dppl_pct, "%"),
                 f"{'≥ ' if s.bounds else ''}{kl_text(s.kl)}",
-                f"{s.quantiles['median'].value:.2g} / {s.quantiles['p99'].value:.2g} / {s.kl_max:.2g}",
+                (
+                    f"{s.quantiles['median'].value:.2g} / {s.quantiles['p99'].value:.2g} /"
+                    f" {s.kl_max:.2g}"
+                ),
                 top1_text(s),
                 f"{s.beyond_pct.value:.2f}" if s.top1_value is not None else "–",
                 tv_text(s),
@@ -257,8 +293,10 @@ def _candidates(results: Sequence[CandidateResult]) -> Table:
             "design effect",
         ),
         rows,
-        note=f"{first.windows} windows, {first.tokens:,} scored tokens, reference perplexity {first.ppl_reference:.3f}; "
-        "intervals are two-sided 95 %, by window.",
+        note=(
+            f"{first.windows} windows, {first.tokens:,} scored tokens, reference perplexity"
+            f" {first.ppl_reference:.3f}; intervals are two-sided 95 %, by window."
+        ),
     )
 
 
@@ -269,7 +307,13 @@ def _margins(results: Sequence[CandidateResult], tests: Sequence[Sequence[Margin
         "kld": "KL up to {:g} nats",
     }
     rows = [
-        [r.label, test.grade, names[test.metric].format(test.bound), f"{test.p:.2g}", f"{test.p_holm:.2g}"]
+        [
+            r.label,
+            test.grade,
+            names[test.metric].format(test.bound),
+            f"{test.p:.2g}",
+            f"{test.p_holm:.2g}",
+        ]
         for r, of_one in zip(results, tests, strict=True)
         for test in of_one
     ]
@@ -278,8 +322,11 @@ def _margins(results: Sequence[CandidateResult], tests: Sequence[Sequence[Margin
         ("candidate", "for", "margin", "p", "p (Holm)"),
         rows,
         numeric=frozenset({3, 4}),
-        note="p-values of “the margin does not hold”. The grade asks for all margins at once and needs no correction; "
-        "who reads single lines reads several tests, and Holm's correction counts all of this run.",
+        note=(
+            "p-values of “the margin does not hold”. The grade asks for all margins at once and"
+            " needs no correction; who reads single lines reads several tests, and Holm's"
+            " correction counts all of this run."
+        ),
     )
 
 
@@ -320,7 +367,11 @@ def _windows(result: CandidateResult, plan: Plan, prefix: str) -> Chart:
     pooled_point = result.summary.judgement.dppl_pct
     points.append(Point("all", pooled_point.value, pooled_point.lo, pooled_point.hi))
     return Chart(
-        f"{prefix}Δppl of each window", "forest", [Series("Δppl", points)], y_label="Δppl (%)", bands=margin_bands(plan)
+        f"{prefix}Δppl of each window",
+        "forest",
+        [Series("Δppl", points)],
+        y_label="Δppl (%)",
+        bands=margin_bands(plan),
     )
 
 
@@ -365,7 +416,13 @@ def _histogram(result: CandidateResult, prefix: str) -> Chart:
 def _bins(result: CandidateResult, name: str, prefix: str) -> Table:
     titles = {"confidence": "By the reference's confidence", "class": "By kind of token"}
     rows = [
-        [b.name, f"{b.tokens:,}", kl_text(b.kl), f"{100 * math.expm1(b.dnll.value):+.2f}", f"{100 * b.top1:.2f}"]
+        [
+            b.name,
+            f"{b.tokens:,}",
+            kl_text(b.kl),
+            f"{100 * math.expm1(b.dnll.value):+.2f}",
+            f"{100 * b.top1:.2f}",
+        ]
         for b in result.breakdowns[name]
     ]
     return Table(
@@ -379,7 +436,8 @@ def _bins(result: CandidateResult, name: str, prefix: str) -> Table:
 def _worst(result: CandidateResult, prefix: str) -> list[Block]:
     return [
         Quote(
-            f"{prefix}Among the worst tokens: token {row['position']} of window {row['window']}, KL {row['kld']:.3g}",
+            f"{prefix}Among the worst tokens: token {row['position']} of window {row['window']}, KL"
+            f" {row['kld']:.3g}",
             f"{row['before']}⟦{row['token']}⟧",
             note=f"p {row['p_reference']:.3g} → {row['p_candidate']:.3g}",
         )

@@ -26,20 +26,31 @@ from assay.stats import (
     not_negative,
     percent_change,
 )
-from assay.stats.equivalence import MIN_PILOT, MIN_WINDOWS, Grade, Judgement, Margins, judge, resolution, windows_for
+from assay.stats.equivalence import (
+    MIN_PILOT,
+    MIN_WINDOWS,
+    Grade,
+    Judgement,
+    Margins,
+    judge,
+    resolution,
+    windows_for,
+)
 from assay.verdict import Finding, Severity, Verdict
 
-# -----------------------------------------------------------------------------
-# The figures of a candidate that is known at a few ids only: how much stayed open, and what that leaves possible.
+# The figures of a candidate that is known at a few ids only: how much stayed open, and what that
+# leaves possible.
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Beside the lower bound of KL: means over tokens of what was left over on both sides, and what it allows.
+    """Beside the lower bound of KL: means over tokens of what was left over on both sides, and what
+    it allows.
 
-    `upper` is infinite as soon as nothing bounds KL from above at one token. `certain` and `possible` are the share
-    of tokens that certainly, and that possibly, have the same likeliest token on both sides; `tv` reaches from what
-    the total variation is at least to what it is at most, its value is the former.
+    `upper` is infinite as soon as nothing bounds KL from above at one token. `certain` and
+    `possible` are the share of tokens that certainly, and that possibly, have the same likeliest
+    token on both sides; `tv` reaches from what the total variation is at least to what it is at
+    most, its value is the former.
     """
 
     tail_reference: float
@@ -58,8 +69,8 @@ class Bounds:
 
     @property
     def top1(self) -> ClusterEstimate:
-        """The share as it can be judged: its interval reaches from the lower end of what is certain to the upper
-        end of what is possible. The value is the certain share."""
+        """The share as it can be judged: its interval reaches from the lower end of what is certain
+        to the upper end of what is possible. The value is the certain share."""
         if self.top1_exact:
             return self.certain
         interval = Interval(self.certain.value, self.certain.interval.lo, self.possible.interval.hi)
@@ -108,7 +119,6 @@ def bounds_of(seen: Sequence[WindowObservation]) -> Bounds | None:
     )
 
 
-# -----------------------------------------------------------------------------
 # From the statistics of every token to the figures of a comparison, with their intervals.
 
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
@@ -118,9 +128,12 @@ QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 class Summary:
     """The figures of one candidate. Means are over finite tokens, intervals by window.
 
-    `dnll` is the mean of NLL_candidate − NLL_reference, `kl` and `kl_rev` in nats, `top1` a share, `dp` the mean of
-    |p_candidate − p_reference| of the token that came, `tv` the mean total variation. `agreement` is the share of tokens
-    whose likeliest token is the same but for rounding (`assay.fidelity.metrics`), which is what the grade rests on.
+    `dnll` is the mean of NLL_candidate − NLL_reference, `kl` and `kl_rev` in nats, `top1` a share,
+    `dp` the mean of
+    |p_candidate − p_reference| of the token that came, `tv` the mean total variation. `agreement`
+      is the share of tokens
+    whose likeliest token is the same but for rounding (`assay.fidelity.metrics`), which is what the
+    grade rests on.
     `quantiles` are those of KL; `kl_max` its largest value.
     """
 
@@ -140,7 +153,9 @@ class Summary:
     clusters: int
     nonfinite: int
     bounds: Bounds | None = None
-    """Where the candidate is known at a few ids only; `kl`, `kl_rev` and `quantiles` are then lower bounds."""
+    """Where the candidate is known at a few ids only; `kl`, `kl_rev` and `quantiles` are then lower
+    bounds.
+    """
 
     @property
     def top1_value(self) -> float | None:
@@ -150,7 +165,9 @@ class Summary:
 
     @property
     def beyond_pct(self) -> Interval:
-        """Tokens whose likeliest token differs beyond rounding, in percent: what `agreement` leaves over."""
+        """Tokens whose likeliest token differs beyond rounding, in percent: what `agreement` leaves
+        over.
+        """
         own = self.agreement.interval
         return Interval(*(100 * (1 - x) for x in (own.value, own.hi, own.lo)))
 
@@ -189,8 +206,10 @@ class Summary:
                 **(self.bounds.kld_json() if self.bounds else {"kind": "exact"}),
             },
             "kld_reverse": interval_json(self.kl_rev.interval),
-            "top1_pct": interval_json(judged.top1_pct)
-            | (self.bounds.top1_json() if self.bounds else {"kind": "exact"}),
+            "top1_pct": (
+                interval_json(judged.top1_pct)
+                | (self.bounds.top1_json() if self.bounds else {"kind": "exact"})
+            ),
             "top1_beyond_rounding_pct": self._beyond_json(),
             "tv": {
                 "mean": None if self.bounds else self.tv.value,
@@ -215,17 +234,22 @@ def summarise(
 ) -> Summary:
     """Figures of one candidate from its windows. ValueError where no token is finite.
 
-    `blocks[i]` is the cluster of the window with the index i (`plan.blocks_of`), by default the window itself.
-    `confidence` is that of the intervals which the grade rests on; those that are shown have 95 %.
+    `blocks[i]` is the cluster of the window with the index i (`plan.blocks_of`), by default the
+    window itself. `confidence` is that of the intervals which the grade rests on; those that are
+    shown have 95 %.
     """
     windows = sum(1 for w in seen if w.finite.any())
     seen = by_block(seen, blocks)
     bounds, top1, (dnll, agreement, kl) = _estimates(seen)
     kl_values = pooled(seen, "kl")
     names = list(QUANTILES)
-    quantiles = bootstrap_quantiles(_by_window(seen, "kl"), [QUANTILES[name] for name in names], resampling=resampling)
+    quantiles = bootstrap_quantiles(
+        _by_window(seen, "kl"), [QUANTILES[name] for name in names], resampling=resampling
+    )
     return Summary(
-        judgement=judge(dnll, agreement, kl, margins, windows=windows, confidence=confidence, shown=top1),
+        judgement=judge(
+            dnll, agreement, kl, margins, windows=windows, confidence=confidence, shown=top1
+        ),
         dnll=dnll,
         kl=kl,
         kl_rev=_mean(seen, [w.kl_rev for w in seen]),
@@ -246,26 +270,42 @@ def summarise(
 
 def _estimates(
     seen: Sequence[WindowObservation],
-) -> tuple[Bounds | None, ClusterEstimate, tuple[ClusterEstimate, ClusterEstimate, ClusterEstimate]]:
-    """The bounds where there are any, top-1 agreement, and what is judged: ΔNLL, agreement beyond rounding, KL."""
+) -> tuple[
+    Bounds | None, ClusterEstimate, tuple[ClusterEstimate, ClusterEstimate, ClusterEstimate]
+]:
+    """The bounds where there are any, top-1 agreement, and what is judged: ΔNLL, agreement beyond
+    rounding, KL.
+    """
     bounds = bounds_of(seen)
     top1 = bounds.top1 if bounds else _share(seen, [w.top1 for w in seen])
     # Where a server leaves the likeliest token open, what rounding turned cannot be told apart.
-    agreement = top1 if bounds and not bounds.top1_exact else _share(seen, [~w.beyond for w in seen])
+    agreement = (
+        top1 if bounds and not bounds.top1_exact else _share(seen, [~w.beyond for w in seen])
+    )
     dnll = cluster_mean(_by_window(seen, "dnll"))
     return bounds, top1, (dnll, agreement, _mean(seen, [w.kl for w in seen]))
 
 
 EARLY = 0.9999
-"""Confidence of the intervals that may end a run before its plan is done: so many looks more cost next to no error."""
+"""Confidence of the intervals that may end a run before its plan is done: so many looks more cost
+next to no error.
+"""
 
 
-def is_certain(seen: Sequence[WindowObservation], margins: Margins, blocks: Sequence[int] | None) -> bool:
-    """Whether no further windows can be expected to change the grade. Tokens that are not finite fail in any case."""
+def is_certain(
+    seen: Sequence[WindowObservation], margins: Margins, blocks: Sequence[int] | None
+) -> bool:
+    """Whether no further windows can be expected to change the grade. Tokens that are not finite
+    fail in any case.
+    """
     if not all(w.finite.all() for w in seen):
         return True
-    judged = judge(*_estimates(by_block(seen, blocks))[2], margins, windows=len(seen), confidence=EARLY)
-    return judged.grade in (Grade.ACCEPT, Grade.REJECT) or (judged.grade is Grade.MARGINAL and judged.accept_excluded)
+    judged = judge(
+        *_estimates(by_block(seen, blocks))[2], margins, windows=len(seen), confidence=EARLY
+    )
+    return judged.grade in (Grade.ACCEPT, Grade.REJECT) or (
+        judged.grade is Grade.MARGINAL and judged.accept_excluded
+    )
 
 
 def margins_of(plan: MarginOptions) -> Margins:
@@ -280,8 +320,12 @@ def margins_of(plan: MarginOptions) -> Margins:
     )
 
 
-def per_window(seen: Sequence[WindowObservation], blocks: Sequence[int] | None = None) -> list[dict[str, Any]]:
-    """`results.per_window`: means of each window over its finite tokens, null where it has none, and its cluster."""
+def per_window(
+    seen: Sequence[WindowObservation], blocks: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
+    """`results.per_window`: means of each window over its finite tokens, null where it has none,
+    and its cluster.
+    """
     rows = []
     for w in seen:
         some, count = w.finite, int(w.finite.sum())
@@ -298,9 +342,12 @@ def per_window(seen: Sequence[WindowObservation], blocks: Sequence[int] | None =
     return rows
 
 
-def _mean(seen: Sequence[WindowObservation], values: Sequence[NDArray[np.float64]]) -> ClusterEstimate:
-    """Mean of what cannot be negative, over finite tokens by window; where it is infinite (a token ruled out), so is
-    its interval. An interval that would reach below zero has its lower end on the log scale."""
+def _mean(
+    seen: Sequence[WindowObservation], values: Sequence[NDArray[np.float64]]
+) -> ClusterEstimate:
+    """Mean of what cannot be negative, over finite tokens by window; where it is infinite (a token
+    ruled out), so is its interval. An interval that would reach below zero has its lower end on the
+    log scale."""
     sums = [float(v[w.finite].sum()) for w, v in zip(seen, values, strict=True) if w.finite.any()]
     counts = _counts(seen)
     if not np.isfinite(sums).all():
@@ -309,7 +356,9 @@ def _mean(seen: Sequence[WindowObservation], values: Sequence[NDArray[np.float64
     return not_negative(cluster_ratio(sums, counts))
 
 
-def _share(seen: Sequence[WindowObservation], values: Sequence[NDArray[np.bool_]]) -> ClusterEstimate:
+def _share(
+    seen: Sequence[WindowObservation], values: Sequence[NDArray[np.bool_]]
+) -> ClusterEstimate:
     """Share of finite tokens, by window."""
     sums = [int(v[w.finite].sum()) for w, v in zip(seen, values, strict=True) if w.finite.any()]
     return cluster_proportion(sums, _counts(seen))
@@ -323,16 +372,18 @@ def _counts(seen: Sequence[WindowObservation]) -> list[int]:
     return [int(w.finite.sum()) for w in seen if w.finite.any()]
 
 
-# -----------------------------------------------------------------------------
-# What a run will be able to tell, from its first windows: the power line that is said before the rest is scored.
+# What a run will be able to tell, from its first windows: the power line that is said before the
+# rest is scored.
 
 
 @dataclass(frozen=True)
 class Power:
-    """The half-width that the interval of Δppl is expected to have, in percent, from `pilot` windows.
+    """The half-width that the interval of Δppl is expected to have, in percent, from `pilot`
+    windows.
 
-    `lo` and `hi` bound it as far as so few windows can tell. `enough` are the windows whose half-width would be that
-    of the ACCEPT margin: a candidate without any difference is accepted from there on. None where a million are few.
+    `lo` and `hi` bound it as far as so few windows can tell. `enough` are the windows whose
+    half-width would be that of the ACCEPT margin: a candidate without any difference is accepted
+    from there on. None where a million are few.
     """
 
     pilot: int
@@ -350,7 +401,9 @@ class Power:
         )
         if self.half_width < self.margin:
             return line
-        needed = "no number of windows" if self.enough is None else f"at least {self.enough:,} windows"
+        needed = (
+            "no number of windows" if self.enough is None else f"at least {self.enough:,} windows"
+        )
         return f"{line}; the margin of ±{self.margin:g} % takes {needed}"
 
     def to_json(self) -> dict[str, Any]:
@@ -364,18 +417,19 @@ class Power:
 
 
 def power_of(seen: Sequence[WindowObservation], plan: Plan, windows: int) -> Power | None:
-    """What `windows` windows will resolve; None where the first ones have too few finite tokens to tell."""
+    """What `windows` windows will resolve; None where the first ones have too few finite tokens to
+    tell.
+    """
     groups = [w.dnll[w.finite] for w in seen[:MIN_PILOT] if w.finite.any()]
     if len(groups) < MIN_PILOT or windows < MIN_PILOT:
         return None
     pilot = cluster_mean(groups)
     found = resolution(pilot, windows)
-    half, lo, hi = (percent_change(Interval(x, x, x)).value for x in (found.half_width, found.lo, found.hi))
+    half, lo, hi = (
+        percent_change(Interval(x, x, x)).value for x in (found.half_width, found.lo, found.hi)
+    )
     enough = windows_for(pilot, math.log1p(plan.margin_ppl))
     return Power(len(groups), windows, half, lo, hi, 100 * plan.margin_ppl, enough)
-
-
-# -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -417,7 +471,9 @@ class CandidateResult:
             "floors": self.floors.to_json(),
             "engaged": self.engaged.to_json(),
             "self_test": self.self_test,
-            "breakdowns": {name: [b.to_json() for b in bins] for name, bins in self.breakdowns.items()},
+            "breakdowns": {
+                name: [b.to_json() for b in bins] for name, bins in self.breakdowns.items()
+            },
             "worst_tokens": list(self.worst),
             "per_window": per_window(self.seen, self.blocks),
             "power": self.power.to_json() if self.power else None,
@@ -427,13 +483,17 @@ class CandidateResult:
 
 
 def verdict_of(result: CandidateResult, allow_marginal: bool) -> Verdict:
-    """ACCEPT passes, MARGINAL where it is allowed; a reference against itself passes whatever the number of windows."""
+    """ACCEPT passes, MARGINAL where it is allowed; a reference against itself passes whatever the
+    number of windows.
+    """
     if result.summary.nonfinite:
         return Verdict.FAIL
     grade = result.summary.judgement.grade
     if grade is Grade.ACCEPT or result.self_test or (grade is Grade.MARGINAL and allow_marginal):
         return Verdict.PASS
-    if grade is Grade.INCONCLUSIVE and (allow_marginal or not result.summary.judgement.accept_excluded):
+    if grade is Grade.INCONCLUSIVE and (
+        allow_marginal or not result.summary.judgement.accept_excluded
+    ):
         return Verdict.INCONCLUSIVE
     return Verdict.FAIL
 
@@ -446,7 +506,11 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
         "candidate": result.label,
         "dppl_pct": [judged.dppl_pct.value, judged.dppl_pct.lo, judged.dppl_pct.hi],
         "top1_pct": [summary.top1_value, judged.top1_pct.lo, judged.top1_pct.hi],
-        "top1_beyond_rounding_pct": [summary.beyond_pct.value, summary.beyond_pct.lo, summary.beyond_pct.hi],
+        "top1_beyond_rounding_pct": [
+            summary.beyond_pct.value,
+            summary.beyond_pct.lo,
+            summary.beyond_pct.hi,
+        ],
         "kld": [summary.kl.value, summary.kl.interval.lo, summary.kl.interval.hi],
         "windows": summary.windows,
         "tokens": summary.tokens,
@@ -471,7 +535,8 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
             Finding(
                 "fidelity.self_test",
                 Severity.INFO,
-                f"{result.label} is the reference itself: this tests the instrument, not a candidate",
+                f"{result.label} is the reference itself: this tests the instrument, not a"
+                " candidate",
             )
         )
         if result.engaged.zero_share < 1:
@@ -479,7 +544,8 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
                 Finding(
                     "fidelity.not_repeatable",
                     Severity.WARNING,
-                    f"{result.label}: two runs of the same engine differ (KL {kl_text(summary.kl)})",
+                    f"{result.label}: two runs of the same engine differ (KL"
+                    f" {kl_text(summary.kl)})",
                     "No candidate can be told from the reference below this.",
                     evidence={"zero_share": result.engaged.zero_share, "kld": summary.kl.value},
                     causes=("kernels whose order of operations changes from run to run",),
@@ -520,9 +586,12 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
             Finding(
                 "fidelity.inconclusive",
                 Severity.ERROR if no_accept else Severity.WARNING,
-                f"{result.label}: ACCEPT is ruled out; {windows_text(summary.windows)} not tell MARGINAL from REJECT ({what})"
-                if no_accept
-                else f"{result.label}: {windows_text(summary.windows)} not decide ({what})",
+                (
+                    f"{result.label}: ACCEPT is ruled out; {windows_text(summary.windows)} not tell"
+                    f" MARGINAL from REJECT ({what})"
+                    if no_accept
+                    else f"{result.label}: {windows_text(summary.windows)} not decide ({what})"
+                ),
                 _aim_text(result),
                 evidence=evidence,
                 remedies=(_more_windows(judged.windows_needed),),
@@ -535,8 +604,13 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
             Finding(
                 "fidelity.below_floor",
                 Severity.INFO,
-                f"{result.label}: its KL of {summary.kl.value:.2g} is within twice the floor of {result.floor:.2g}: not ranked",
-                evidence={"kld": summary.kl.value, "floor": result.floor, "candidate": result.label},
+                f"{result.label}: its KL of {summary.kl.value:.2g} is within twice the floor of"
+                f" {result.floor:.2g}: not ranked",
+                evidence={
+                    "kld": summary.kl.value,
+                    "floor": result.floor,
+                    "candidate": result.label,
+                },
             )
         )
     return found
@@ -544,21 +618,32 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
 
 def _lower_bound(result: CandidateResult, bounds: Bounds) -> Finding:
     upper = f"at most {bounds.upper:.3g}" if math.isfinite(bounds.upper) else "bounded by nothing"
-    top1 = "" if bounds.top1_exact else " Its likeliest token is not always known, so top-1 has bounds only."
+    top1 = (
+        ""
+        if bounds.top1_exact
+        else " Its likeliest token is not always known, so top-1 has bounds only."
+    )
     return Finding(
         "fidelity.lower_bound",
         Severity.INFO,
         f"{result.label}: KL is a lower bound, from log-probabilities of a few ids at each token",
-        f"All other ids are one bucket: on average {bounds.tail_reference:.2%} of the reference's probability and "
-        f"{bounds.tail_candidate:.2%} of the candidate's. Above, KL is {upper}; the total variation is between "
-        f"{bounds.tv_lo:.3g} and {bounds.tv_hi:.3g}.{top1}",
+        f"All other ids are one bucket: on average {bounds.tail_reference:.2%} of the reference's"
+        f" probability and {bounds.tail_candidate:.2%} of the candidate's. Above, KL is {upper};"
+        f" the total variation is between {bounds.tv_lo:.3g} and {bounds.tv_hi:.3g}.{top1}",
         evidence={"candidate": result.label, **bounds.kld_json()},
-        remedies=("score more ids (?ids=N, with vLLM's --max-logprobs N), or run the engine in process: vllm:MODEL",),
+        remedies=(
+            (
+                "score more ids (?ids=N, with vLLM's --max-logprobs N), or run the engine in"
+                " process: vllm:MODEL"
+            ),
+        ),
     )
 
 
 def top1_text(summary: Summary) -> str:
-    """Top-1 with its interval; the interval alone where the candidate's likeliest token is not always known."""
+    """Top-1 with its interval; the interval alone where the candidate's likeliest token is not
+    always known.
+    """
     agreement = summary.judgement.top1_pct
     if summary.top1_value is None:
         return f"{agreement.lo:.2f} … {agreement.hi:.2f} %"
@@ -566,8 +651,14 @@ def top1_text(summary: Summary) -> str:
 
 
 def beyond_text(summary: Summary) -> str:
-    """`, beyond rounding 0.41 %`: how many of the likeliest tokens changed; empty where nobody knows."""
-    return "" if summary.top1_value is None else f", changed beyond rounding {summary.beyond_pct.value:.2f} %"
+    """`, beyond rounding 0.41 %`: how many of the likeliest tokens changed; empty where nobody
+    knows.
+    """
+    return (
+        ""
+        if summary.top1_value is None
+        else f", changed beyond rounding {summary.beyond_pct.value:.2f} %"
+    )
 
 
 def tv_text(summary: Summary) -> str:
@@ -591,13 +682,19 @@ def interval_text(interval: Any, unit: str, *, plus: bool = True) -> str:
 def _aim_text(result: CandidateResult) -> str:
     judged = result.summary.judgement
     if result.summary.windows < MIN_WINDOWS:
-        return f"Fewer than {MIN_WINDOWS} windows are never judged: their intervals cannot be trusted."
+        return (
+            f"Fewer than {MIN_WINDOWS} windows are never judged: their intervals cannot be trusted."
+        )
     if judged.aim is None:
         return ""
     if judged.windows_needed is None:
-        return f"{judged.aim} is not ruled out, but the estimates lie outside its margins: more windows will hardly reach it."
+        return (
+            f"{judged.aim} is not ruled out, but the estimates lie outside its margins: more"
+            " windows will hardly reach it."
+        )
     return (
-        f"About {judged.windows_needed:,} windows would decide {judged.aim}, were the estimates to stay where they are."
+        f"About {judged.windows_needed:,} windows would decide {judged.aim}, were the estimates to"
+        " stay where they are."
     )
 
 

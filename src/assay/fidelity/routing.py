@@ -1,8 +1,10 @@
-"""Routing fidelity of mixture-of-experts models: which tokens go to other experts, and how much of the KL that makes up.
+"""Routing fidelity of mixture-of-experts models: which tokens go to other experts, and how much of
+the KL that makes up.
 
-transformers 5 calls the experts of a layer with the hidden states, the chosen experts [n, k] and their gate weights [n, k], whatever
-the router before them does. A hook reads these two, and in a second pass puts those of the reference in their place: the KL that is
-left then has other causes than routing. The reference's are kept on the disk, so that only one model is in memory.
+transformers 5 calls the experts of a layer with the hidden states, the chosen experts [n, k] and
+their gate weights [n, k], whatever the router before them does. A hook reads these two, and in a
+second pass puts those of the reference in their place: the KL that is left then has other causes
+than routing. The reference's are kept on the disk, so that only one model is in memory.
 """
 
 from __future__ import annotations
@@ -30,16 +32,27 @@ if TYPE_CHECKING:
 
 _CHOSEN = {"top_k_index", "selected_experts", "router_indices"}
 """How the experts modules of transformers name the chosen experts, their second argument."""
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+_COUNTS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+)
 Routed = Mapping[str, NDArray[Any]]
-"""Of one window: `index` [layers, tokens, k], the chosen experts, and `weight` of the same shape, their gate weights."""
+"""Of one window: `index` [layers, tokens, k], the chosen experts, and `weight` of the same shape,
+their gate weights.
+"""
 
 
 def check_engines(specs: Sequence[str], ray: str = "") -> None:
-    """UsageError unless all are engines whose routers can be read and replaced: in this process, not on a cluster."""
+    """UsageError unless all are engines whose routers can be read and replaced: in this process,
+    not on a cluster.
+    """
     if ray:
         raise UsageError(
-            "--routing reads and replaces what the routers of a model in this process choose, which --ray opens elsewhere",
+            "--routing reads and replaces what the routers of a model in this process choose, which"
+            " --ray opens elsewhere",
             remedy="leave one of the two out",
             finding_id="fidelity.usage",
         )
@@ -55,7 +68,8 @@ def check_engines(specs: Sequence[str], ray: str = "") -> None:
 def expert_layers(model: Any) -> dict[str, Any]:
     """The experts modules of a model of transformers by name; none in a dense one.
 
-    AssayError where the configuration speaks of experts and no module is called in the way that can be read.
+    AssayError where the configuration speaks of experts and no module is called in the way that can
+    be read.
     """
     found = {}
     for name, module in model.named_modules():
@@ -68,18 +82,25 @@ def expert_layers(model: Any) -> dict[str, Any]:
         raise AssayError(
             f"{type(model).__name__} has {count} experts, but routes in a way that cannot be read",
             finding_id="fidelity.missing_capability",
-            remedy="leave --routing out; models whose experts are called with top_k_index can be read (Mixtral, Qwen3-MoE, …)",
+            remedy=(
+                "leave --routing out; models whose experts are called with top_k_index can be read"
+                " (Mixtral, Qwen3-MoE, …)"
+            ),
         )
     return found
 
 
 class RoutingHook:
-    """Reads what the routers choose; with `given` a second pass runs with that in its place, and rows come from it.
+    """Reads what the routers choose; with `given` a second pass runs with that in its place, and
+    rows come from it.
 
-    `given(number)` is the routing of the window with that number in the order in which windows are scored.
+    `given(number)` is the routing of the window with that number in the order in which windows are
+    scored.
     """
 
-    def __init__(self, layers: Mapping[str, Any], given: Callable[[int], Routed] | None = None) -> None:
+    def __init__(
+        self, layers: Mapping[str, Any], given: Callable[[int], Routed] | None = None
+    ) -> None:
         self.passes = 1 if given is None else 2
         self._layers, self._given = layers, given
         self._seen: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
@@ -91,7 +112,8 @@ class RoutingHook:
     def attach(self, model: Any) -> Iterator[None]:
         """Watch the experts modules."""
         handles = [
-            module.register_forward_pre_hook(self._watch(number)) for number, module in enumerate(self._layers.values())
+            module.register_forward_pre_hook(self._watch(number))
+            for number, module in enumerate(self._layers.values())
         ]
         try:
             yield
@@ -125,7 +147,8 @@ class RoutingHook:
         import torch
 
         layers = [
-            [torch.cat([part[side][self._taken] for part in parts]).cpu() for parts in self._seen] for side in (0, 1)
+            [torch.cat([part[side][self._taken] for part in parts]).cpu() for parts in self._seen]
+            for side in (0, 1)
         ]
         self._taken += 1
         index, weight = (torch.stack(side) for side in layers)
@@ -153,7 +176,9 @@ class RoutingHook:
             def given(key: str, like: torch.Tensor) -> torch.Tensor:
                 values = np.stack([routed[key][layer, lo:hi] for routed in self._forced])
                 found = torch.from_numpy(values.astype(np.int64 if key == "index" else np.float32))
-                return found.reshape(*index.shape[:-1], values.shape[-1]).to(like.device, like.dtype)
+                return found.reshape(*index.shape[:-1], values.shape[-1]).to(
+                    like.device, like.dtype
+                )
 
             return (hidden, given("index", index), given("weight", weight), *rest)
 
@@ -167,18 +192,19 @@ def routed_rows(
     layers: Mapping[str, Any],
     given: Callable[[int], Routed] | None = None,
 ) -> Iterator[tuple[WindowRows, Routed]]:
-    """The rows of every window, by `given` routing where there is one, and what its own routers choose."""
+    """The rows of every window, by `given` routing where there is one, and what its own routers
+    choose.
+    """
     hook = RoutingHook(layers, given)
     for row in engine.score_windows(windows, replace(job, hook=hook)):
         yield row, hook.take()
 
 
-# -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Routing:
-    """How a reference routes its windows: the experts of each layer by name, and rows on the disk; no layers: no experts."""
+    """How a reference routes its windows: the experts of each layer by name, and rows on the disk;
+    no layers: no experts.
+    """
 
     layers: Mapping[str, int]
     kept: Kept | None = None
@@ -189,7 +215,8 @@ class Routing:
         if list(counts.values()) == list(self.layers.values()):
             return
         own, theirs = (
-            f"{len(c)} layers of {max(c.values())} experts" if c else "no experts" for c in (counts, self.layers)
+            f"{len(c)} layers of {max(c.values())} experts" if c else "no experts"
+            for c in (counts, self.layers)
         )
         raise AssayError(
             f"{label} has {own}, the reference {theirs}: their routing cannot be compared",
@@ -229,13 +256,19 @@ def _experts(engine: ScoringEngine) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _as_scored(engine: ScoringEngine, job: ScoreJob) -> ScoreJob:
-    """The job with as many windows together as the engine found room for: rounding depends on company."""
-    return replace(job, batch=job.batch or int(engine.describe().get("batch", {}).get("windows", 0)))
+    """The job with as many windows together as the engine found room for: rounding depends on
+    company.
+    """
+    return replace(
+        job, batch=job.batch or int(engine.describe().get("batch", {}).get("windows", 0))
+    )
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: the share of tokens whose set of experts changed, and the share of gate weight that went elsewhere."""
+    """One layer: the share of tokens whose set of experts changed, and the share of gate weight
+    that went elsewhere.
+    """
 
     name: str
     experts: int
@@ -248,9 +281,9 @@ class Layer:
 class RoutingResult:
     """Routing of a candidate against the reference's. Intervals are by cluster of windows.
 
-    `changed` and `moved` are over all layers, `anywhere` is the share of tokens that change experts in at least one.
-    `share` is the part of the KL that goes when the reference's routing is forced, (free − forced) / free; None where there is
-    no KL. Without `layers` there are no experts.
+    `changed` and `moved` are over all layers, `anywhere` is the share of tokens that change experts
+    in at least one. `share` is the part of the KL that goes when the reference's routing is forced,
+    (free − forced) / free; None where there is no KL. Without `layers` there are no experts.
     """
 
     layers: Sequence[Layer] = ()
@@ -275,12 +308,15 @@ class RoutingResult:
             "share_of_kld_pct": _bounds(self.share, 100),
             "layers": [
                 {
-                    "layer": one.name, "experts": one.experts, "top_k": one.top_k,
-                    "changed_pct": _bounds(one.changed, 100), "weight_moved_pct": _bounds(one.moved, 100),
+                    "layer": one.name,
+                    "experts": one.experts,
+                    "top_k": one.top_k,
+                    "changed_pct": _bounds(one.changed, 100),
+                    "weight_moved_pct": _bounds(one.moved, 100),
                 }
                 for one in self.layers
             ],
-        }  # fmt: skip
+        }
 
     def finding(self, label: str) -> Finding:
         """What there is to say of it."""
@@ -292,10 +328,15 @@ class RoutingResult:
         return Finding(
             "fidelity.routing",
             Severity.INFO,
-            f"{label}: with the reference's routing KL is {_text(self.kl_forced)} instead of {_text(self.kl_free)}{part}",
-            f"In a layer {_text(self.changed, 100)} % of tokens change experts and {_text(self.moved, 100)} % of the gate weight moves; "
-            f"most in {most.name}. {_text(self.anywhere, 100)} % change in some layer.",
-            evidence={"candidate": label, **{k: v for k, v in self.to_json().items() if k != "layers"}},
+            f"{label}: with the reference's routing KL is {_text(self.kl_forced)} instead of"
+            f" {_text(self.kl_free)}{part}",
+            f"In a layer {_text(self.changed, 100)} % of tokens change experts and"
+            f" {_text(self.moved, 100)} % of the gate weight moves; most in {most.name}."
+            f" {_text(self.anywhere, 100)} % change in some layer.",
+            evidence={
+                "candidate": label,
+                **{k: v for k, v in self.to_json().items() if k != "layers"},
+            },
             remedies=remedies if self.share and self.share.value > 0.5 else (),
         )
 
@@ -305,16 +346,27 @@ class RoutingResult:
             return Metric("routing", "no experts")
         return Metric(
             "routing",
-            f"{_text(self.changed, 100)} % of tokens change experts, {_text(self.moved, 100)} % of gate weight moves",
+            f"{_text(self.changed, 100)} % of tokens change experts, {_text(self.moved, 100)} % of"
+            " gate weight moves",
         )
 
     def table(self, prefix: str) -> list[Table]:
         """Layer by layer."""
         rows = [
-            (one.name, f"{one.top_k} of {one.experts}", _text(one.changed, 100), _text(one.moved, 100))
+            (
+                one.name,
+                f"{one.top_k} of {one.experts}",
+                _text(one.changed, 100),
+                _text(one.moved, 100),
+            )
             for one in self.layers
         ]
-        columns = ("experts", "chosen", "tokens that change experts (%)", "gate weight that moves (%)")
+        columns = (
+            "experts",
+            "chosen",
+            "tokens that change experts (%)",
+            "gate weight that moves (%)",
+        )
         return [Table(f"{prefix}Routing", columns, rows, numeric=frozenset({2, 3}))] if rows else []
 
 
@@ -328,15 +380,19 @@ def measure_routing(
     blocks: Sequence[int],
     advance: Advance,
 ) -> RoutingResult:
-    """Run a candidate over the windows twice more: with its own routing, which is read, and with the reference's.
+    """Run a candidate over the windows twice more: with its own routing, which is read, and with
+    the reference's.
 
-    `seen` are the observations of the same windows, `blocks` their clusters; `routing.check` has passed.
+    `seen` are the observations of the same windows, `blocks` their clusters; `routing.check` has
+    passed.
     """
     layers, counts = _experts(engine)
     if not counts:
         return RoutingResult()
     sums: list[tuple[int, NDArray[np.float64]]] = []
-    rows = routed_rows(engine, windows, _as_scored(engine, job), layers, lambda n: routing.rows(windows[n]))
+    rows = routed_rows(
+        engine, windows, _as_scored(engine, job), layers, lambda n: routing.rows(windows[n])
+    )
     top_k, first = 0, job.scored_from - 1  # what goes through the model at i predicts token i + 1
     for free, trusted, (forced, after) in zip(seen, reference.rows(windows), rows, strict=True):
         before = routing.rows(forced.window)
@@ -348,7 +404,13 @@ def measure_routing(
         changed = _changed(before["index"][:, first:], after["index"][:, first:])
         kl = window_statistics(trusted, forced).kl.numpy()
         some = free.finite & np.isfinite(kl)
-        whole = [changed.shape[1], changed.any(0).sum(), some.sum(), free.kl[some].sum(), kl[some].sum()]
+        whole = [
+            changed.shape[1],
+            changed.any(0).sum(),
+            some.sum(),
+            free.kl[some].sum(),
+            kl[some].sum(),
+        ]
         sums.append((blocks[free.index], np.concatenate([whole, changed.sum(1), moved.sum(1)])))
         advance()
     return _summary(sums, counts, top_k)
@@ -368,7 +430,8 @@ def _changed(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
 def _moved(
     a: tuple[NDArray[Any], NDArray[Any]], b: tuple[NDArray[Any], NDArray[Any]], experts: int
 ) -> NDArray[np.float64]:
-    """The total variation of the gate weights of each token: what share of them went to other experts.
+    """The total variation of the gate weights of each token: what share of them went to other
+    experts.
 
     Weights that do not sum to 1 (Qwen3-MoE may leave them so) are divided by their sum first.
     """
@@ -380,7 +443,9 @@ def _moved(
     return cast("NDArray[np.float64]", np.abs(spread[0] - spread[1]).sum(1) / 2)
 
 
-def _summary(sums: Sequence[tuple[int, NDArray[np.float64]]], counts: Mapping[str, int], top_k: int) -> RoutingResult:
+def _summary(
+    sums: Sequence[tuple[int, NDArray[np.float64]]], counts: Mapping[str, int], top_k: int
+) -> RoutingResult:
     clusters: dict[int, NDArray[np.float64]] = {}
     for block, one in sums:
         clusters[block] = clusters.get(block, 0) + one
@@ -389,10 +454,17 @@ def _summary(sums: Sequence[tuple[int, NDArray[np.float64]]], counts: Mapping[st
     pairs = len(counts) * tokens
     return RoutingResult(
         layers=[
-            Layer(name, count, top_k, cluster_proportion(c, tokens), not_negative(cluster_ratio(m, tokens)))
+            Layer(
+                name,
+                count,
+                top_k,
+                cluster_proportion(c, tokens),
+                not_negative(cluster_ratio(m, tokens)),
+            )
             for (name, count), c, m in zip(counts.items(), changed, moved, strict=True)
         ],
-        # Layers of a token are no new evidence: the windows' clusters tell the error, as everywhere.
+        # Layers of a token are no new evidence: the windows' clusters tell the error, as
+        # everywhere.
         changed=cluster_proportion(np.sum(changed, axis=0), pairs),
         anywhere=cluster_proportion(anywhere, tokens),
         moved=not_negative(cluster_ratio(np.sum(moved, axis=0), pairs)),
@@ -406,7 +478,13 @@ def _bounds(found: ClusterEstimate | None, scale: float = 1) -> dict[str, float 
     if found is None:
         return None
     values = (found.value, found.interval.lo, found.interval.hi)
-    return dict(zip(("value", "lo", "hi"), (scale * v if np.isfinite(v) else None for v in values), strict=True))
+    return dict(
+        zip(
+            ("value", "lo", "hi"),
+            (scale * v if np.isfinite(v) else None for v in values),
+            strict=True,
+        )
+    )
 
 
 def _text(found: ClusterEstimate | None, scale: float = 1) -> str:

@@ -16,7 +16,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from assay.engines.scoring import Engagement, Head, ScoreJob, ScoringEngine, ScoringPath, StateRows, Window, WindowRows
+from assay.engines.scoring import (
+    Engagement,
+    Head,
+    ScoreJob,
+    ScoringEngine,
+    ScoringPath,
+    StateRows,
+    Window,
+    WindowRows,
+)
 from assay.engines.server.engine import ServerCandidate
 from assay.environment import describe
 from assay.errors import AssayError
@@ -29,15 +38,16 @@ if TYPE_CHECKING:
     from assay.engines.server.scoring import TopkLogprobs
 
 
-# -----------------------------------------------------------------------------
 # What was measured at every scored token of one window, and its file form.
 
 
 @dataclass(frozen=True)
 class WindowObservation:
-    """Statistics of the scored tokens `first` … of one window; every array is [n], in the order of the tokens.
+    """Statistics of the scored tokens `first` … of one window; every array is [n], in the order of
+    the tokens.
 
-    Names as in `RowStatistics`; tokens whose logits were not finite on either side hold NaN and are never averaged.
+    Names as in `RowStatistics`; tokens whose logits were not finite on either side hold NaN and are
+    never averaged.
     """
 
     index: int
@@ -69,7 +79,8 @@ class WindowObservation:
 class BoundedObservation(WindowObservation):
     """A window of which the candidate is known at a few ids only; names as in `BoundedStatistics`.
 
-    `kl`, `kl_rev` and `tv` are lower bounds, `top1` holds where both certainly have the same likeliest token.
+    `kl`, `kl_rev` and `tv` are lower bounds, `top1` holds where both certainly have the same
+    likeliest token.
     """
 
     top1_possible: NDArray[np.bool_]
@@ -83,7 +94,9 @@ class BoundedObservation(WindowObservation):
 def observation(window: Window, first: int, statistics: RowStatistics) -> WindowObservation:
     """Put the statistics of one window into numpy arrays."""
     arrays = {f.name: getattr(statistics, f.name).numpy() for f in fields(statistics)}
-    return _observed(arrays, index=window.index, first=first, tokens=np.asarray(window.tokens, np.int32))
+    return _observed(
+        arrays, index=window.index, first=first, tokens=np.asarray(window.tokens, np.int32)
+    )
 
 
 def to_arrays(seen: Sequence[WindowObservation]) -> dict[str, NDArray[Any]]:
@@ -92,7 +105,9 @@ def to_arrays(seen: Sequence[WindowObservation]) -> dict[str, NDArray[Any]]:
     return {name: np.stack([np.asarray(getattr(w, name)) for w in seen]) for name in names}
 
 
-def from_arrays(arrays: Mapping[str, NDArray[Any]], windows: Sequence[Window]) -> list[WindowObservation]:
+def from_arrays(
+    arrays: Mapping[str, NDArray[Any]], windows: Sequence[Window]
+) -> list[WindowObservation]:
     """The observations of these windows, from what `to_arrays` made of them."""
     found = []
     for i, window in enumerate(windows):
@@ -107,10 +122,11 @@ def size_of(seen: Sequence[WindowObservation]) -> int:
 
 
 def on_disk(seen: Sequence[WindowObservation], folder: Path) -> list[WindowObservation]:
-    """The same observations of equally long windows, their arrays mapped from files that were in `folder`.
+    """The same observations of equally long windows, their arrays mapped from files that were in
+    `folder`.
 
-    The system drops what is mapped from memory where it needs room. The files have no name any more, so that they go with
-    the process.
+    The system drops what is mapped from memory where it needs room. The files have no name any
+    more, so that they go with the process.
     """
     arrays: dict[str, NDArray[Any]] = {}
     for name in (f.name for f in fields(seen[0]) if f.name not in ("index", "first")):
@@ -135,8 +151,11 @@ def pooled(seen: Sequence[WindowObservation], name: str) -> NDArray[np.float64]:
     return np.concatenate([np.asarray(getattr(w, name), np.float64)[w.finite] for w in seen])
 
 
-def by_block(seen: Sequence[WindowObservation], blocks: Sequence[int] | None) -> list[WindowObservation]:
-    """Windows of one block as one observation, so that it is the unit whose errors count; None: every window by itself.
+def by_block(
+    seen: Sequence[WindowObservation], blocks: Sequence[int] | None
+) -> list[WindowObservation]:
+    """Windows of one block as one observation, so that it is the unit whose errors count; None:
+    every window by itself.
 
     `blocks[i]` is the block of the window with the index i.
     """
@@ -157,8 +176,8 @@ def _concatenated(group: Sequence[WindowObservation]) -> WindowObservation:
     return _observed(arrays, index=group[0].index, first=group[0].first)
 
 
-# -----------------------------------------------------------------------------
-# From a reference's rows and a candidate to what is seen of every window, by the best way that the candidate offers.
+# From a reference's rows and a candidate to what is seen of every window, by the best way that the
+# candidate offers.
 
 Candidate = ScoringEngine | ServerCandidate
 _STATISTICS = "assay.fidelity.metrics:batch_statistics"
@@ -166,7 +185,9 @@ _STATISTICS = "assay.fidelity.metrics:batch_statistics"
 
 @runtime_checkable
 class _Reduces(Protocol):
-    """An engine that computes statistics where it runs, so that no states of its own have to travel."""
+    """An engine that computes statistics where it runs, so that no states of its own have to
+    travel.
+    """
 
     def reduce_windows(
         self, windows: Sequence[Window], references: Iterator[StateRows], job: ScoreJob, target: str
@@ -180,7 +201,9 @@ class Spreads(Protocol):
     def observe_windows(
         self, rows: Iterator[WindowRows], windows: Sequence[Window], job: ScoreJob, target: str
     ) -> Iterator[WindowObservation]:
-        """What `target(rows, engine, windows, job)` sees of each window where a part of it runs, in order."""
+        """What `target(rows, engine, windows, job)` sees of each window where a part of it runs, in
+        order.
+        """
         ...
 
 
@@ -193,8 +216,8 @@ def measure(
 ) -> Generator[WindowObservation, None, None]:
     """Observations of `windows`, in order; `rows` are the reference's rows of them.
 
-    A server is bounded by a few ids. An engine that reduces gets the reference's states, where it has states; from
-    any other come the rows themselves.
+    A server is bounded by a few ids. An engine that reduces gets the reference's states, where it
+    has states; from any other come the rows themselves.
     """
     if isinstance(candidate, ServerCandidate):
         yield from _by_ids(rows, candidate, job, left)
@@ -222,7 +245,8 @@ def _by_reduction(
 def _by_ids(
     rows: Iterator[WindowRows], candidate: ServerCandidate, job: ScoreJob, left: Callable[[], float]
 ) -> Iterator[WindowObservation]:
-    """Bounds from log-probabilities of the reference's likeliest ids; `job.batch` requests are under way at once, or 8.
+    """Bounds from log-probabilities of the reference's likeliest ids; `job.batch` requests are
+    under way at once, or 8.
 
     It ends early where no time is `left` (seconds) while an answer is waited for.
     """
@@ -250,9 +274,6 @@ def _by_ids(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-# -----------------------------------------------------------------------------
-
-
 class ReferenceRows(Protocol):
     """The reference's side of a comparison, scored already or along with the candidate."""
 
@@ -274,7 +295,8 @@ class LiveRows:
 
 
 def batches(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:
-    """The windows in the groups that are scored together: a group is kept whole, since rounding depends on company.
+    """The windows in the groups that are scored together: a group is kept whole, since rounding
+    depends on company.
 
     Of an engine that chooses its batch itself (size 0) four windows are a group.
     """
@@ -283,7 +305,9 @@ def batches(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:
 
 
 def key_of(part: Sequence[Window]) -> list[str]:
-    """The key under which a group of windows is kept; its number is that of what is kept of a token."""
+    """The key under which a group of windows is kept; its number is that of what is kept of a
+    token.
+    """
     return ["2", *(window.sha256 for window in part)]
 
 
@@ -305,10 +329,11 @@ def observe(
     enough: Callable[[], bool] = lambda: False,
     left: Callable[[], float] = lambda: inf,
 ) -> list[WindowObservation]:
-    """Observations of all windows, in order; of the first ones where `enough` ends it between two batches, or no time is `left`.
+    """Observations of all windows, in order; of the first ones where `enough` ends it between two
+    batches, or no time is `left`.
 
-    With `kept`, every batch is kept as it is done, and what is there already is not scored again. `on_window` sees
-    each observation as it comes, those that were kept first.
+    With `kept`, every batch is kept as it is done, and what is there already is not scored again.
+    `on_window` sees each observation as it comes, those that were kept first.
     """
     require(candidate, job, len(windows[0].tokens))
     seen: dict[int, WindowObservation] = {}
@@ -362,21 +387,25 @@ def require_path(engine: ScoringEngine, job: ScoreJob) -> None:
         raise AssayError(
             f"{name} cannot score {what}: {ability.reason or 'it offers no way to'}",
             finding_id="fidelity.missing_capability",
-            remedy=f"paths it offers: {', '.join(sorted(ability.paths)) or 'none'}; or use another engine",
+            remedy=(
+                f"paths it offers: {', '.join(sorted(ability.paths)) or 'none'}; or use another"
+                " engine"
+            ),
         )
 
 
-# -----------------------------------------------------------------------------
 # Did the thing under test take part in the numbers?
 #
-# A comparison whose differences are all exactly zero has compared a thing with itself: one-shot prefill never reads a
-# KV cache, a hook may never have fired, a flag may have been ignored. Such a result is an error unless sameness was what
-# was asked for.
+# A comparison whose differences are all exactly zero has compared a thing with itself: one-shot
+# prefill never reads a KV cache, a hook may never have fired, a flag may have been ignored. Such a
+# result is an error unless sameness was what was asked for.
 
 
 @dataclass(frozen=True)
 class Engaged:
-    """What is known of the candidate's part. `zero_share` is the share of tokens with exactly no difference."""
+    """What is known of the candidate's part. `zero_share` is the share of tokens with exactly no
+    difference.
+    """
 
     ok: bool
     fires: int | None
@@ -385,7 +414,12 @@ class Engaged:
 
     def to_json(self) -> dict[str, Any]:
         """As the object `results.engaged`."""
-        return {"ok": self.ok, "fires": self.fires, "bytes_read": self.bytes_read, "zero_share": self.zero_share}
+        return {
+            "ok": self.ok,
+            "fires": self.fires,
+            "bytes_read": self.bytes_read,
+            "zero_share": self.zero_share,
+        }
 
 
 def zero_share(seen: Sequence[WindowObservation]) -> float:
@@ -406,7 +440,8 @@ def engaged(
 ) -> Engaged:
     """The facts, or AssayError `fidelity.not_engaged`.
 
-    `same` says that the candidate is the reference itself or an identity; `hooked` that a hook had to fire.
+    `same` says that the candidate is the reference itself or an identity; `hooked` that a hook had
+    to fire.
     """
     share = zero_share(seen)
     unread = path is not ScoringPath.PREFILL and engagement.bytes_read == 0
@@ -423,18 +458,29 @@ def engaged(
     raise AssayError(
         f"{label} took no part in the numbers: {why}",
         finding_id="fidelity.not_engaged",
-        remedy="give longer windows (--length): tokens that a codec keeps exact, the first and the recent, may be all there are"
-        if silent
-        else "score through the decode path (--path decode), or compare the reference with itself if that is meant",
-        evidence={"zero_share": share, "fires": engagement.fires, "bytes_read": engagement.bytes_read},
+        remedy=(
+            "give longer windows (--length): tokens that a codec keeps exact, the first and the"
+            " recent, may be all there are"
+            if silent
+            else (
+                "score through the decode path (--path decode), or compare the reference with"
+                " itself if that is meant"
+            )
+        ),
+        evidence={
+            "zero_share": share,
+            "fires": engagement.fires,
+            "bytes_read": engagement.bytes_read,
+        },
     )
 
 
-# -----------------------------------------------------------------------------
-# What an engine makes of windows with nothing added: scored once, kept by content, and found by the next command.
+# What an engine makes of windows with nothing added: scored once, kept by content, and found by the
+# next command.
 #
-# The key of a batch is everything that can change its final states: the engine and its files, versions, machine and
-# threads, the scoring path, and the windows that run together, as rounding depends on the company of a window.
+# The key of a batch is everything that can change its final states: the engine and its files,
+# versions, machine and threads, the scoring path, and the windows that run together, as rounding
+# depends on the company of a window.
 
 
 STATES_BYTES = 8 << 30
@@ -449,13 +495,16 @@ def kept_states() -> Kept:
 
 
 def engine_key(spec: str) -> dict[str, Any]:
-    """What decides the numbers of an engine that is written `spec`: its files, and what runs it here."""
+    """What decides the numbers of an engine that is written `spec`: its files, and what runs it
+    here.
+    """
     machine = {k: v for k, v in describe().items() if k != "cpu_count"}
     return {"engine": fingerprint(spec), "environment": machine, "source": source_digest("engines")}
 
 
 class KeptRows:
-    """The rows of one engine on some windows, by one job; `score` reads what is kept and scores the rest.
+    """The rows of one engine on some windows, by one job; `score` reads what is kept and scores the
+    rest.
 
     `kept` is a folder whose keys hold `engine_key`. The windows of a batch are kept together.
     """
@@ -506,7 +555,10 @@ class KeptRows:
         """Keep the output head too, so that the rows can be had when no engine is open."""
         if self._head is None or "head" in self._engine:
             return
-        found = {"scale": np.array(self._head.scale), "softcap": np.array(self._head.softcap or 0.0)}
+        found = {
+            "scale": np.array(self._head.scale),
+            "softcap": np.array(self._head.softcap or 0.0),
+        }
         for name, tensor in (("weight", self._head.weight), ("bias", self._head.bias)):
             if tensor is not None:
                 found |= {f"{name} {key}": array for key, array in _arrays(tensor).items()}
@@ -518,10 +570,16 @@ class KeptRows:
         if found is None:
             return False
         weight, bias = (
-            _tensor({key: found[f"{name} {key}"] for key in ("values", "dtype")}) if f"{name} values" in found else None
+            (
+                _tensor({key: found[f"{name} {key}"] for key in ("values", "dtype")})
+                if f"{name} values" in found
+                else None
+            )
             for name in ("weight", "bias")
         )
-        self._head = Head(weight, bias, softcap=float(found["softcap"]) or None, scale=float(found["scale"]))
+        self._head = Head(
+            weight, bias, softcap=float(found["softcap"]) or None, scale=float(found["scale"])
+        )
         return True
 
     def rows(self, windows: Sequence[Window]) -> Iterator[StateRows]:

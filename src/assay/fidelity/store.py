@@ -1,4 +1,6 @@
-"""Files of a store: safetensors, named after the SHA-256 of what is in them, checked whenever they are read."""
+"""Files of a store: safetensors, named after the SHA-256 of what is in them, checked whenever they
+are read.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 
-# -----------------------------------------------------------------------------
-# llama.cpp's file of log-probabilities, `llama-perplexity --kl-divergence-base FILE`: read and written.
+# llama.cpp's file of log-probabilities, `llama-perplexity --kl-divergence-base FILE`: read and
+# written.
 #
 # Layout, little-endian (tools/perplexity/perplexity.cpp):
 #
@@ -34,10 +36,11 @@ if TYPE_CHECKING:
 #     then for every window the rows of its second half, tokens n_ctx/2 + 1 … n_ctx − 1, each of 2 ⌈V/2⌉ + 4 u16:
 #               f32 scale, f32 min_log_prob, u16 q [V] (one more where V is odd);  log p(v) = scale · q(v) + min_log_prob
 #
-# Logits more than 16 below the largest are raised to that; q has 65,536 steps. Taken at their word the raised ones would
-# add up to V · e⁻¹⁶ (0.5 % of the mass for 50,000 entries), so `rows` makes them one bucket; llama.cpp leaves them out of KL.
-# Where a model has a start token, llama.cpp puts it in place of the first token of each window when it scores; the file
-# keeps the token of the text.
+# Logits more than 16 below the largest are raised to that; q has 65,536 steps. Taken at their word
+# the raised ones would add up to V · e⁻¹⁶ (0.5 % of the mass for 50,000 entries), so `rows` makes
+# them one bucket; llama.cpp leaves them out of KL. Where a model has a start token, llama.cpp puts
+# it in place of the first token of each window when it scores; the file keeps the token of the
+# text.
 
 
 _MAGIC = b"_logits_"
@@ -71,21 +74,25 @@ class BaseFile:
         return self.length - self.scored_from
 
     def windows(self, bos_id: int | None) -> tuple[Window, ...]:
-        """The windows as they were scored: with the start token of the model in front, where it has one."""
+        """The windows as they were scored: with the start token of the model in front, where it has
+        one.
+        """
         ids = self.tokens.copy()
         if bos_id is not None:
             ids[:, 0] = bos_id
         return tuple(Window(i, tuple(row)) for i, row in enumerate(ids.tolist()))
 
     def log_probs(self, index: int) -> NDArray[np.float32]:
-        """Log-probabilities [rows_per_window, V] of one window as the file gives them, raised ones included."""
+        """Log-probabilities [rows_per_window, V] of one window as the file gives them, raised ones
+        included.
+        """
         return self._decoded(index)[0]
 
     def rows(self, windows: Sequence[Window]) -> Iterator[LogitRows]:
         """The rows of the given windows, one window in memory at a time.
 
-        Raised entries are −∞, one bucket of the rest, but for the target token: its log-probability is then an upper
-        bound.
+        Raised entries are −∞, one bucket of the rest, but for the target token: its log-probability
+        is then an upper bound.
         """
         import torch
 
@@ -101,7 +108,9 @@ class BaseFile:
         width = _row_width(self.vocab_size)
         count = self.rows_per_window
         start = len(_MAGIC) + _HEADER.size + 4 * self.tokens.size + index * count * width * 2
-        raw = np.fromfile(self.path, dtype="<u2", count=count * width, offset=start).reshape(count, width)
+        raw = np.fromfile(self.path, dtype="<u2", count=count * width, offset=start).reshape(
+            count, width
+        )
         scale, lowest = np.ascontiguousarray(raw[:, :4]).view("<f4").T
         steps = raw[:, 4 : 4 + self.vocab_size]
         values: NDArray[np.float32] = steps.astype(np.float32)
@@ -120,10 +129,14 @@ def open_base(path: Path) -> BaseFile:
     except OSError as error:
         raise _unusable_base(f"cannot read {path}: {error.strerror}") from error
     if magic != _MAGIC or len(fixed) != _HEADER.size:
-        raise _unusable_base(f"{path} is no file of log-probabilities: it does not begin with {_MAGIC.decode()}")
+        raise _unusable_base(
+            f"{path} is no file of log-probabilities: it does not begin with {_MAGIC.decode()}"
+        )
     length, vocab_size, count = _HEADER.unpack(fixed)
     if length < 4 or vocab_size < 1 or count < 1:
-        raise _unusable_base(f"{path} claims {count} windows of {length} tokens and {vocab_size} vocabulary entries")
+        raise _unusable_base(
+            f"{path} claims {count} windows of {length} tokens and {vocab_size} vocabulary entries"
+        )
     rows = count * (length - 1 - length // 2)
     expected = len(_MAGIC) + _HEADER.size + 4 * length * count + 2 * _row_width(vocab_size) * rows
     if size != expected:
@@ -138,7 +151,8 @@ def open_base(path: Path) -> BaseFile:
 
 
 def write_base(path: Path, windows: Sequence[Window], rows: Iterable[WindowRows]) -> BaseFile:
-    """Write the rows of `windows` (in the same order, scored from the second half on) as llama.cpp would.
+    """Write the rows of `windows` (in the same order, scored from the second half on) as llama.cpp
+    would.
 
     The file appears when it is whole. ValueError where a window was scored from another token.
     """
@@ -149,7 +163,9 @@ def write_base(path: Path, windows: Sequence[Window], rows: Iterable[WindowRows]
     with part.open("wb") as file:
         for window, scored in zip(windows, rows, strict=True):
             if scored.window.sha256 != window.sha256 or scored.first != length // 2 + 1:
-                raise ValueError(f"window {window.index} was not scored from token {length // 2 + 1} on")
+                raise ValueError(
+                    f"window {window.index} was not scored from token {length // 2 + 1} on"
+                )
             if vocab_size is None:
                 vocab_size = scored.vocab_size
                 file.write(_MAGIC + _HEADER.pack(length, vocab_size, len(windows)) + ids.tobytes())
@@ -192,11 +208,9 @@ def _unusable_base(message: str) -> AssayError:
     )
 
 
-# -----------------------------------------------------------------------------
 # Files of a store.
 
 
-# -----------------------------------------------------------------------------
 # The manifest of a stored reference: plain data, written whole, with a hash of itself.
 
 NAME = "manifest.json"
@@ -207,12 +221,14 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class StoreHeader:
-    """What was scored, how, and by what. Two runs may share a store only if all of it agrees but `environment`, and
-    the engine's `ROOM_FACTS`: those depend on what a machine has free, and change no more than last bits.
+    """What was scored, how, and by what. Two runs may share a store only if all of it agrees but
+    `environment`, and the engine's `ROOM_FACTS`: those depend on what a machine has free, and
+    change no more than last bits.
 
-    `engine` is what the engine says of itself, `tokenizer` holds at least its `sha256`, `text` the sources and hash of
-    the text, `path` is the scoring path, `scored_from` the first scored token of every window, `length` their common
-    length in tokens, `dtype` the number format of the states.
+    `engine` is what the engine says of itself, `tokenizer` holds at least its `sha256`, `text` the
+    sources and hash of the text, `path` is the scoring path, `scored_from` the first scored token
+    of every window, `length` their common length in tokens, `dtype` the number format of the
+    states.
     """
 
     engine: Mapping[str, Any]
@@ -271,7 +287,9 @@ class StoredWindow:
 
 @dataclass(frozen=True)
 class StoreSize:
-    """How large a store is. The head is counted apart: it is there once, whatever the number of tokens."""
+    """How large a store is. The head is counted apart: it is there once, whatever the number of
+    tokens.
+    """
 
     tokens: int
     states_bytes: int
@@ -317,7 +335,8 @@ def read_manifest(folder: Path) -> Manifest:
         raw = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _unusable(
-            f"the folder {folder} is no stored reference: it has no {NAME}", "make one with `assay reference`"
+            f"the folder {folder} is no stored reference: it has no {NAME}",
+            "make one with `assay reference`",
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise damaged(path, f"it cannot be read ({error})") from error
@@ -337,20 +356,29 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(
         header=StoreHeader(**data["header"]),
         head=HeadFacts(**data["head"] | {"stored": StoredFile(**data["head"]["stored"])}),
-        windows=tuple(StoredWindow(**w | {"stored": StoredFile(**w["stored"])}) for w in data["windows"]),
+        windows=tuple(
+            StoredWindow(**w | {"stored": StoredFile(**w["stored"])}) for w in data["windows"]
+        ),
         tokens=StoredFile(**data["tokens"]) if data["tokens"] else None,
     )
 
 
 def damaged(path: Path, reason: str) -> AssayError:
-    """The error of a file that is not what was stored. Without its manifest a store cannot be gone on with."""
+    """The error of a file that is not what was stored. Without its manifest a store cannot be gone
+    on with.
+    """
     lost = path.name == NAME
     return AssayError(
         f"{path} is damaged: {reason}",
         finding_id="fidelity.store_damaged",
-        remedy="delete the folder and make the reference again: `assay reference`"
-        if lost
-        else "repair it, windows that are whole are kept: `assay reference` with the same options and --out",
+        remedy=(
+            "delete the folder and make the reference again: `assay reference`"
+            if lost
+            else (
+                "repair it, windows that are whole are kept: `assay reference` with the same"
+                " options and --out"
+            )
+        ),
         evidence={"file": path.name},
     )
 
@@ -371,11 +399,10 @@ def _dump(content: Mapping[str, Any]) -> str:
     return json.dumps(whole, indent=1, ensure_ascii=False, sort_keys=True, default=dict) + "\n"
 
 
-# -----------------------------------------------------------------------------
-
-
 def write_tensors(folder: Path, kind: str, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
-    """Write `folder`/`kind`/SHA.safetensors, whole or not at all; a file that is there already is left alone."""
+    """Write `folder`/`kind`/SHA.safetensors, whole or not at all; a file that is there already is
+    left alone.
+    """
     from safetensors.torch import save
 
     raw = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
@@ -430,12 +457,13 @@ def is_whole(folder: Path, stored: StoredFile) -> bool:
         return False
 
 
-# -----------------------------------------------------------------------------
 # Read a stored reference; every file is checked against its hash as it is read.
 
 
 class Store:
-    """A finished reference. Windows are those that were stored, in their order; states are read when asked for."""
+    """A finished reference. Windows are those that were stored, in their order; states are read
+    when asked for.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
@@ -458,10 +486,14 @@ class Store:
         if stored is None:
             raise ValueError("the store is not finished")
         ids = read_tensors(self.folder, stored)["tokens"].tolist()
-        windows = tuple(Window(w.index, tuple(row)) for w, row in zip(self._manifest.windows, ids, strict=True))
+        windows = tuple(
+            Window(w.index, tuple(row)) for w, row in zip(self._manifest.windows, ids, strict=True)
+        )
         for window, entry in zip(windows, self._manifest.windows, strict=True):
             if window.sha256 != entry.sha256:
-                raise damaged(self.folder / stored.file, f"the ids of window {entry.index} are not its own")
+                raise damaged(
+                    self.folder / stored.file, f"the ids of window {entry.index} are not its own"
+                )
         return windows
 
     @cached_property
@@ -469,7 +501,9 @@ class Store:
         """The output head."""
         facts = self._manifest.head
         tensors = read_tensors(self.folder, facts.stored)
-        head = Head(tensors["weight"], tensors.get("bias"), softcap=facts.softcap, scale=facts.scale)
+        head = Head(
+            tensors["weight"], tensors.get("bias"), softcap=facts.softcap, scale=facts.scale
+        )
         head.file = (self.folder / facts.stored.file).resolve()
         return head
 
@@ -487,7 +521,9 @@ class Store:
         return StateRows(window, self.header.scored_from, tensors["states"], self.head)
 
     def rows(self, windows: Sequence[Window]) -> Iterator[StateRows]:
-        """States of the given windows, one in memory at a time; AssayError where one was not stored."""
+        """States of the given windows, one in memory at a time; AssayError where one was not
+        stored.
+        """
         for window in windows:
             if self._entry(window.index).sha256 != window.sha256:
                 raise AssayError(
@@ -526,7 +562,6 @@ def open_store(folder: Path) -> Store:
     return Store(folder, manifest)
 
 
-# -----------------------------------------------------------------------------
 # With what a stored reference was scored, which is how its candidates have to be scored too.
 
 
@@ -543,7 +578,9 @@ def stored_path(spec: str) -> Path:
 
 
 def stored_settings(spec: str) -> dict[str, Any]:
-    """`windows`, `length`, `scored` and `path` of what `run:PATH` names; AssayError where it cannot be read."""
+    """`windows`, `length`, `scored` and `path` of what `run:PATH` names; AssayError where it cannot
+    be read.
+    """
     path = stored_path(spec)
     if path.is_file():
         base = open_base(path)
@@ -563,15 +600,14 @@ def _settings(windows: int, length: int, scored_from: int, path: str) -> dict[st
     return {"windows": windows, "length": length, "scored": scored, "path": path}
 
 
-# -----------------------------------------------------------------------------
 # Write a stored reference, window by window; an interrupted run goes on where it stopped.
 
 
 class StoreWriter:
     """A store that is being written.
 
-    Where the folder holds windows of the same header and head already, those that are whole are kept (`has`); a store
-    of anything else there is an AssayError, never overwritten.
+    Where the folder holds windows of the same header and head already, those that are whole are
+    kept (`has`); a store of anything else there is an AssayError, never overwritten.
     """
 
     def __init__(self, folder: Path, header: StoreHeader, head: Head) -> None:
@@ -596,18 +632,22 @@ class StoreWriter:
 
     def has(self, window: Window) -> bool:
         """Whether this window is stored already."""
-        return any(w.index == window.index and w.sha256 == window.sha256 for w in self._manifest.windows)
+        return any(
+            w.index == window.index and w.sha256 == window.sha256 for w in self._manifest.windows
+        )
 
     def add(self, window: Window, states: torch.Tensor) -> None:
-        """Store the final states [length − scored_from, d] of one window; a stored one is not written again."""
+        """Store the final states [length − scored_from, d] of one window; a stored one is not
+        written again.
+        """
         import torch
 
         header, facts = self._manifest.header, self._manifest.head
         expected = (header.length - header.scored_from, facts.width)
         if len(window.tokens) != header.length or tuple(states.shape) != expected:
             raise ValueError(
-                f"window {window.index}: {len(window.tokens)} tokens with states {tuple(states.shape)}, "
-                f"the store takes {header.length} with {expected}"
+                f"window {window.index}: {len(window.tokens)} tokens with states"
+                f" {tuple(states.shape)}, the store takes {header.length} with {expected}"
             )
         if self.has(window):
             return
@@ -618,7 +658,9 @@ class StoreWriter:
             "tokens": torch.tensor(window.tokens, dtype=torch.int32),
         }
         stored = write_tensors(self.folder, "states", tensors)
-        self._manifest = self._manifest.with_window(StoredWindow(window.index, window.sha256, stored))
+        self._manifest = self._manifest.with_window(
+            StoredWindow(window.index, window.sha256, stored)
+        )
         self._manifest.write(self.folder)
 
     def finish(self) -> Store:

@@ -1,9 +1,12 @@
-"""`assay table`: many comparisons as one table with intervals, from per-window rows that may be larger than memory.
+"""`assay table`: many comparisons as one table with intervals, from per-window rows that may be
+larger than memory.
 
-Rows are Parquet files of the schema below (pyarrow), or results of `assay compare --json`, which are turned into such rows. DuckDB sums them by
-cluster within a bounded memory, on one thread, so that the same rows give the same numbers bit for bit whatever their order.
+Rows are Parquet files of the schema below (pyarrow), or results of `assay compare --json`, which
+are turned into such rows. DuckDB sums them by cluster within a bounded memory, on one thread, so
+that the same rows give the same numbers bit for bit whatever their order.
 
-Means are ratios of sums with the cluster-robust error of `assay.stats`: weights are tokens, clusters those of the run.
+Means are ratios of sums with the cluster-robust error of `assay.stats`: weights are tokens,
+clusters those of the run.
 """
 
 from __future__ import annotations
@@ -30,12 +33,24 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "run": ("string", "Which comparison: the digest of its plan."),
     "reference": ("string", "The reference, without folders."),
     "candidate": ("string", "The candidate, without folders."),
-    "windows_sha256": ("string", "Digest of the token ids of all windows; only rows of the same windows are compared."),
+    "windows_sha256": (
+        "string",
+        "Digest of the token ids of all windows; only rows of the same windows are compared.",
+    ),
     "window": ("int32", "Number of the window."),
-    "cluster": ("int32", "Windows of one cluster (neighbours in a text) are one piece of evidence."),
+    "cluster": (
+        "int32",
+        "Windows of one cluster (neighbours in a text) are one piece of evidence.",
+    ),
     "tokens": ("int32", "Scored tokens with finite logits on both sides."),
     "kld": ("double", "Mean KL of the window, in nats a token."),
-    "dnll": ("double", "Mean difference of the negative log-likelihood, candidate minus reference, in nats a token."),
+    "dnll": (
+        "double",
+        (
+            "Mean difference of the negative log-likelihood, candidate minus reference, in nats a"
+            " token."
+        ),
+    ),
     "top1": ("double", "Share of tokens with the same likeliest token on both sides."),
 }
 """Columns of the rows: their Parquet type and meaning."""
@@ -55,9 +70,13 @@ class TableOptions(Options):
     against: str | None = option(
         None, "Candidate that every other one is paired with, window by window.", metavar="LABEL"
     )
-    sort: str = option("kld", "What the table is sorted by.", choices=("kld", "dppl", "top1", "candidate"))
+    sort: str = option(
+        "kld", "What the table is sorted by.", choices=("kld", "dppl", "top1", "candidate")
+    )
     out: Path | None = option(None, "Write all rows into one Parquet file as well.", apart=True)
-    memory: int = option(512, "MiB that DuckDB may take; more goes to the disk.", lo=64, hi=1 << 20, apart=True)
+    memory: int = option(
+        512, "MiB that DuckDB may take; more goes to the disk.", lo=64, hi=1 << 20, apart=True
+    )
 
 
 @dataclass(frozen=True)
@@ -79,7 +98,11 @@ class Line:
 
     def to_json(self) -> dict[str, Any]:
         """One of `results.rows`."""
-        plain = {k: v for k, v in vars(self).items() if not isinstance(v, ClusterEstimate) and k != "paired"}
+        plain = {
+            k: v
+            for k, v in vars(self).items()
+            if not isinstance(v, ClusterEstimate) and k != "paired"
+        }
         more = {
             "kld": _json(self.kld),
             "top1_pct": _json(self.top1, lambda x: 100 * x),
@@ -89,7 +112,9 @@ class Line:
 
 
 def run_table(options: TableOptions) -> Report:
-    """Read all rows and compare the candidates; AssayError where a file holds none, or a window stands in twice."""
+    """Read all rows and compare the candidates; AssayError where a file holds none, or a window
+    stands in twice.
+    """
     with tempfile.TemporaryDirectory() as folder:
         files = _parquet_of(options.rows, Path(folder))
         base = _connect(options, folder, files)
@@ -104,16 +129,23 @@ def run_table(options: TableOptions) -> Report:
         if options.out:
             _write_all(base, options.out)
     sets = {line.windows_sha256 for line in lines}
-    notes = [Metric("window sets", f"{len(sets)}: figures of different sets do not compare")] if len(sets) > 1 else []
+    notes = (
+        [Metric("window sets", f"{len(sets)}: figures of different sets do not compare")]
+        if len(sets) > 1
+        else []
+    )
     return Report(
-        command="table", verdict=Verdict.PASS, subject={"rows": list(options.rows), "against": options.against},
-        results={"rows": [line.to_json() for line in lines], "windows": count, "format": FORMAT}, environment=describe(),
+        command="table",
+        verdict=Verdict.PASS,
+        subject={"rows": list(options.rows), "against": options.against},
+        results={"rows": [line.to_json() for line in lines], "windows": count, "format": FORMAT},
+        environment=describe(),
         headline=[Metric("rows", f"{count:,} windows of {len(lines):,} candidates"), *notes],
-        blocks=_tables(lines, options), summary=f"{len(lines):,} candidates compared.",
-    )  # fmt: skip
+        blocks=_tables(lines, options),
+        summary=f"{len(lines):,} candidates compared.",
+    )
 
 
-# -----------------------------------------------------------------------------
 # Rows.
 
 
@@ -121,9 +153,10 @@ def rows_of(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The rows of a result of `assay compare --json`; KeyError where it is none."""
     results = report["results"]
     shared = {
-        "run": str(results["plan_sha256"])[:16], "reference": str(results["reference"].get("label", "")),
+        "run": str(results["plan_sha256"])[:16],
+        "reference": str(results["reference"].get("label", "")),
         "windows_sha256": str(results["text"]["windows_sha256"]),
-    }  # fmt: skip
+    }
     for body in results["candidates"]:
         for number, found in enumerate(body["per_window"]):
             own = {
@@ -134,7 +167,10 @@ def rows_of(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield (
                 shared
                 | own
-                | {"tokens": int(found["tokens"]), **{k: _float(found[k]) for k in ("kld", "dnll", "top1")}}
+                | {
+                    "tokens": int(found["tokens"]),
+                    **{k: _float(found[k]) for k in ("kld", "dnll", "top1")},
+                }
             )
 
 
@@ -145,8 +181,9 @@ def _float(value: Any) -> float | None:
 class RowFile:
     """A Parquet file of rows that is written as results come; one result is in memory at a time.
 
-    Left without an error it takes its name, where there is a row; until then that name is not touched. AssayError, before anything is scored, where pyarrow is missing
-    or the file cannot be written.
+    Left without an error it takes its name, where there is a row; until then that name is not
+    touched. AssayError, before anything is scored, where pyarrow is missing or the file cannot be
+    written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -178,7 +215,10 @@ class RowFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self._writer.close()
@@ -211,12 +251,17 @@ def schema() -> Any:
     import pyarrow as pa
 
     types = {"string": pa.string(), "int32": pa.int32(), "double": pa.float64()}
-    fields = [pa.field(name, types[kind], nullable=kind == "double") for name, (kind, _) in COLUMNS.items()]
+    fields = [
+        pa.field(name, types[kind], nullable=kind == "double")
+        for name, (kind, _) in COLUMNS.items()
+    ]
     return pa.schema(fields, metadata={"format": FORMAT})
 
 
 def _parquet_of(given: Sequence[str], folder: Path) -> list[str]:
-    """Parquet files with all rows: those that were given, and one with the rows of the JSON results."""
+    """Parquet files with all rows: those that were given, and one with the rows of the JSON
+    results.
+    """
     try:
         import duckdb  # noqa: F401
         import pyarrow as pa
@@ -227,7 +272,11 @@ def _parquet_of(given: Sequence[str], folder: Path) -> list[str]:
     json_files: list[Path] = []
     for name in given:
         path = Path(name)
-        members = sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".json")) if path.is_dir() else [path]
+        members = (
+            sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".json"))
+            if path.is_dir()
+            else [path]
+        )
         if not members:
             raise _unusable(path, "holds no .parquet and no .json file")
         for member in members:
@@ -267,14 +316,15 @@ def _unusable(path: Path, why: str) -> AssayError:
     )
 
 
-# -----------------------------------------------------------------------------
 # Sums.
 
 
 def _connect(options: TableOptions, folder: str, files: Sequence[str]) -> Any:
     import duckdb
 
-    base = duckdb.connect(config={"memory_limit": f"{options.memory}MB", "threads": 1, "temp_directory": folder})
+    base = duckdb.connect(
+        config={"memory_limit": f"{options.memory}MB", "threads": 1, "temp_directory": folder}
+    )
     base.execute("SET enable_progress_bar = false")
     names = ", ".join("'" + f.replace("'", "''") + "'" for f in files)
     base.execute(f"CREATE VIEW rows AS SELECT * FROM read_parquet([{names}])")
@@ -283,7 +333,8 @@ def _connect(options: TableOptions, folder: str, files: Sequence[str]) -> Any:
 
 def _no_window_twice(base: Any) -> None:
     twice = base.execute(
-        f'SELECT candidate, run FROM rows GROUP BY {", ".join(_KEY)}, "window" HAVING count(*) > 1 LIMIT 1'
+        f'SELECT candidate, run FROM rows GROUP BY {", ".join(_KEY)}, "window" HAVING count(*) > 1'
+        " LIMIT 1"
     ).fetchone()
     if twice:
         raise AssayError(
@@ -322,8 +373,10 @@ FROM sums JOIN means USING ({key}) GROUP BY ALL ORDER BY {means_key}
 
 def _lines(base: Any, against: str | None) -> Iterator[Line]:
     names = {
-        "key": ", ".join(_KEY), "means_key": ", ".join(f"means.{k}" for k in _KEY), "a_key": ", ".join(f"a.{k} AS {k}" for k in _KEY),
-    }  # fmt: skip
+        "key": ", ".join(_KEY),
+        "means_key": ", ".join(f"means.{k}" for k in _KEY),
+        "a_key": ", ".join(f"a.{k} AS {k}" for k in _KEY),
+    }
     pairs = {}
     if against:
         group = {**names, "a_key": names["a_key"]}
@@ -335,9 +388,18 @@ def _lines(base: Any, against: str | None) -> Iterator[Line]:
     for *key, g, windows, w, k, d, t, kk, dd, tt in base.execute(_SUMS.format(**names)).fetchall():
         windows_sha256, reference, run, candidate = key
         yield Line(
-            run, reference, candidate, windows_sha256, windows, g, w, not_negative(_estimate(k, kk, g, w)), _estimate(d, dd, g, w),
-            _estimate(t, tt, g, w, (0.0, 1.0)), pairs.get(tuple(key)),
-        )  # fmt: skip
+            run,
+            reference,
+            candidate,
+            windows_sha256,
+            windows,
+            g,
+            w,
+            not_negative(_estimate(k, kk, g, w)),
+            _estimate(d, dd, g, w),
+            _estimate(t, tt, g, w, (0.0, 1.0)),
+            pairs.get(tuple(key)),
+        )
 
 
 def _estimate(
@@ -347,7 +409,9 @@ def _estimate(
     weight: float,
     ends: tuple[float, float] = (-math.inf, math.inf),
 ) -> ClusterEstimate:
-    """A mean from the sum of squared residuals of its clusters, as `assay.stats.cluster_ratio` gives it."""
+    """A mean from the sum of squared residuals of its clusters, as `assay.stats.cluster_ratio`
+    gives it.
+    """
     value = math.nan if mean is None else float(mean)
     if clusters < 2 or squares is None or not math.isfinite(value) or not math.isfinite(squares):
         return ClusterEstimate(value, math.nan, Interval(value, *ends), clusters, float(weight))
@@ -358,14 +422,18 @@ def _estimate(
 
 
 def _write_all(base: Any, out: Path) -> None:
-    """All rows in one file, sorted, in batches. It takes its name once it is whole: it may be one of those that are read."""
+    """All rows in one file, sorted, in batches. It takes its name once it is whole: it may be one
+    of those that are read.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     order = ", ".join((*_KEY, '"window"'))
     own = base.cursor()
     found = own.sql(f"SELECT * FROM rows ORDER BY {order}")
-    read = getattr(found, "to_arrow_reader", None) or found.fetch_arrow_reader  # as DuckDB 1 calls it
+    read = (
+        getattr(found, "to_arrow_reader", None) or found.fetch_arrow_reader
+    )  # as DuckDB 1 calls it
     reader = read(65_536)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
@@ -382,7 +450,6 @@ def _write_all(base: Any, out: Path) -> None:
             part.unlink(missing_ok=True)
 
 
-# -----------------------------------------------------------------------------
 # What a person sees.
 
 
@@ -399,7 +466,12 @@ def _json(found: ClusterEstimate, scale: Any = lambda x: x) -> dict[str, float |
 
 def _order(by: str) -> Any:
     def key(line: Line) -> tuple[Any, ...]:
-        worth = {"kld": line.kld.value, "dppl": abs(line.dnll.value), "top1": -line.top1.value, "candidate": 0.0}[by]
+        worth = {
+            "kld": line.kld.value,
+            "dppl": abs(line.dnll.value),
+            "top1": -line.top1.value,
+            "candidate": 0.0,
+        }[by]
         finite = math.inf if math.isnan(worth) else worth
         return (line.windows_sha256, line.reference, finite, line.candidate, line.run)
 
@@ -409,9 +481,14 @@ def _order(by: str) -> Any:
 def _cell(found: ClusterEstimate | None, digits: int, scale: Any = lambda x: x) -> str:
     if found is None:
         return ""
-    value, lo, hi = (scale(x) if math.isfinite(x) else x for x in (found.value, found.interval.lo, found.interval.hi))
+    value, lo, hi = (
+        scale(x) if math.isfinite(x) else x
+        for x in (found.value, found.interval.lo, found.interval.hi)
+    )
     known = math.isfinite(lo) and math.isfinite(hi)
-    return f"{value:.{digits}f} [{lo:.{digits}f}, {hi:.{digits}f}]" if known else f"{value:.{digits}f}"
+    return (
+        f"{value:.{digits}f} [{lo:.{digits}f}, {hi:.{digits}f}]" if known else f"{value:.{digits}f}"
+    )
 
 
 def _tables(lines: Sequence[Line], options: TableOptions) -> tuple[Table, ...]:
@@ -419,18 +496,24 @@ def _tables(lines: Sequence[Line], options: TableOptions) -> tuple[Table, ...]:
     columns = ("candidate", "windows", "mean KL", "Δppl %", "top-1 %", *above)
     rows = [
         (
-            line.candidate, f"{line.windows:,}", _cell(line.kld, 5), _cell(line.dnll, 2, _percent), _cell(line.top1, 2, lambda x: 100 * x),
+            line.candidate,
+            f"{line.windows:,}",
+            _cell(line.kld, 5),
+            _cell(line.dnll, 2, _percent),
+            _cell(line.top1, 2, lambda x: 100 * x),
             *((_cell(line.paired, 5),) if above else ()),
         )
         for line in lines
-    ]  # fmt: skip
+    ]
     numeric = frozenset(range(1, len(columns)))
     note = (
         f"95 % intervals, clustered; {len(rows) - SHOWN:,} more with -v"
         if len(rows) > SHOWN
         else "95 % intervals, clustered"
     )
-    first = Table(f"Candidates by {options.sort}", columns, rows[:SHOWN], numeric=numeric, note=note)
+    first = Table(
+        f"Candidates by {options.sort}", columns, rows[:SHOWN], numeric=numeric, note=note
+    )
     if len(rows) <= SHOWN:
         return (first,)
     return (first, Table("All candidates", columns, rows, numeric=numeric, detail=True))
@@ -439,4 +522,9 @@ def _tables(lines: Sequence[Line], options: TableOptions) -> tuple[Table, ...]:
 def column_reference() -> str:
     """The table of docs/scale.md, from the columns as they are declared."""
     lines = ["| column | type | meaning |", "|---|---|---|"]
-    return "\n".join(lines + [f"| `{name}` | {kind} | {says} |" for name, (kind, says) in COLUMNS.items()]) + "\n"
+    return (
+        "\n".join(
+            lines + [f"| `{name}` | {kind} | {says} |" for name, (kind, says) in COLUMNS.items()]
+        )
+        + "\n"
+    )

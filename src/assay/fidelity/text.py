@@ -1,14 +1,16 @@
-"""Where text comes from: files, globs, JSONL, an installed data set, the model itself, or Python's documentation.
+"""Where text comes from: files, globs, JSONL, an installed data set, the model itself, or Python's
+documentation.
 
 A source is written as on the command line:
 
-    FILE                 plain text (UTF-8)
-    GLOB                 all files that match, in the order of their names
-    FILE.jsonl           one JSON object a line, its field `text`, or another: FILE.jsonl?field=content
-    datasets:NAME        a data set of the package `datasets`, as in datasets:wikitext?config=…&split=test&field=text
-    pydoc                the topics of Python's documentation, which every Python carries (the default)
+    FILE                 plain text (UTF-8) GLOB                 all files that match, in the order
+    of their names FILE.jsonl           one JSON object a line, its field `text`, or another:
+    FILE.jsonl?field=content datasets:NAME        a data set of the package `datasets`, as in
+    datasets:wikitext?config=…&split=test&field=text pydoc                the topics of Python's
+    documentation, which every Python carries (the default)
 
-Documents are joined by an empty line. The same sources give the same text, whose SHA-256 goes into every result.
+Documents are joined by an empty line. The same sources give the same text, whose SHA-256 goes into
+every result.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Text:
 
     @property
     def is_latin(self) -> bool:
-        """Whether most of its characters are ASCII letters and blanks, as in English prose and in code."""
+        """Whether most of its characters are ASCII letters and blanks, as in English prose and in
+        code.
+        """
         plain = sum(c.isascii() and (c.isalpha() or c.isspace()) for c in self.text[:100_000])
         return plain > min(len(self.text), 100_000) / 2
 
@@ -131,13 +135,16 @@ def _file_text(path: Path, field: str | None) -> str:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _unusable(
-            f"{path} is not UTF-8 text: byte {error.start} is 0x{raw[error.start]:02x}", "convert it to UTF-8"
+            f"{path} is not UTF-8 text: byte {error.start} is 0x{raw[error.start]:02x}",
+            "convert it to UTF-8",
         ) from error
     if path.suffix in (".jsonl", ".ndjson"):
         return _JOINT.join(_jsonl(path, text, field or "text"))
     if field is not None:
         raise UsageError(
-            f"{path} has no fields: only .jsonl files do", remedy="leave out ?field=", finding_id="fidelity.usage"
+            f"{path} has no fields: only .jsonl files do",
+            remedy="leave out ?field=",
+            finding_id="fidelity.usage",
         )
     return text
 
@@ -150,10 +157,16 @@ def _jsonl(path: Path, text: str, field: str) -> Iterator[str]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise _unusable(f"{path}, line {number} is not JSON: {error.msg}", "give one object a line") from error
+            raise _unusable(
+                f"{path}, line {number} is not JSON: {error.msg}", "give one object a line"
+            ) from error
         value = record.get(field) if isinstance(record, dict) else None
         if not isinstance(value, str):
-            names = ", ".join(sorted(record)[:8]) if isinstance(record, dict) else "none: it is no object"
+            names = (
+                ", ".join(sorted(record)[:8])
+                if isinstance(record, dict)
+                else "none: it is no object"
+            )
             raise _unusable(
                 f"{path}, line {number} has no text in the field {field!r} (fields: {names})",
                 f"name the field: {path.name}?field=NAME",
@@ -176,22 +189,25 @@ def _data_set(source: str) -> str:
         from datasets import load_dataset
     except ImportError as error:
         raise _unusable(
-            f"{source} needs the package datasets, which is not installed", "pip install datasets, or give a file"
+            f"{source} needs the package datasets, which is not installed",
+            "pip install datasets, or give a file",
         ) from error
     try:
         rows = load_dataset(name, options.get("config"), split=options.get("split", "test"))
         return _JOINT.join(str(value) for value in rows[field] if str(value).strip())
     except Exception as error:  # anything may go wrong in a data set's own code
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise _unusable(f"{source} cannot be loaded: {reason}", "check name, config, split and field") from error
+        raise _unusable(
+            f"{source} cannot be loaded: {reason}", "check name, config, split and field"
+        ) from error
 
 
 def _unusable(message: str, remedy: str) -> AssayError:
     return AssayError(message, finding_id="fidelity.text_unusable", remedy=remedy)
 
 
-# -----------------------------------------------------------------------------
-# Text that the reference wrote itself: on it, fidelity is measured where the model really is when it serves.
+# Text that the reference wrote itself: on it, fidelity is measured where the model really is when
+# it serves.
 
 _ROUND = 16
 """Texts that are asked for at once."""
@@ -211,11 +227,12 @@ def generate_text(
     seed: int = 0,
     advance: Advance = lambda: None,
 ) -> Text:
-    """At least `tokens` tokens sampled at temperature 1 from `engine`, in texts of `per_text` tokens.
+    """At least `tokens` tokens sampled at temperature 1 from `engine`, in texts of `per_text`
+    tokens.
 
-    `start` are the ids that every text continues: the start token, or whatever separates documents for the model.
-    Text i has the seed `seed` + i, and goes on past the end-of-text token. `advance` is called after each text.
-    AssayError where the engine writes nothing.
+    `start` are the ids that every text continues: the start token, or whatever separates documents
+    for the model. Text i has the seed `seed` + i, and goes on past the end-of-text token. `advance`
+    is called after each text. AssayError where the engine writes nothing.
     """
     for needed in (Capability.TOKEN_IDS_PROMPT, Capability.IGNORE_EOS):
         engine.capabilities.require(needed, "text sampled from the reference")
@@ -223,7 +240,9 @@ def generate_text(
     written = 0
     while written < tokens:
         wanted = min(_ROUND, -(-(tokens - written) // per_text))
-        replies = _generate(engine, [_request(start, per_text, seed + len(texts) + i) for i in range(wanted)])
+        replies = _generate(
+            engine, [_request(start, per_text, seed + len(texts) + i) for i in range(wanted)]
+        )
         new = sum(reply.completion_tokens or 0 for reply in replies)
         if new == 0:
             raise AssayError(
@@ -248,7 +267,6 @@ def _generate(engine: Engine, requests: list[Request]) -> list[Reply]:
     return [engine.generate(request) for request in requests]
 
 
-# -----------------------------------------------------------------------------
 # `--text self`: the reference writes the text that it and its candidates are then scored on.
 
 _SPARE = 1.05
@@ -263,11 +281,13 @@ class OwnText:
     origin: Mapping[str, Any]
 
 
-def write_own_text(plan: Plan, engine: ScoringEngine, progress: Progress, folder: Path | None = None) -> OwnText | None:
+def write_own_text(
+    plan: Plan, engine: ScoringEngine, progress: Progress, folder: Path | None = None
+) -> OwnText | None:
     """What `engine` writes where the plan asks for that, None where it names other text.
 
-    It is kept in `folder`, so that an interrupted run goes on with the same. AssayError where the engine cannot
-    sample.
+    It is kept in `folder`, so that an interrupted run goes on with the same. AssayError where the
+    engine cannot sample.
     """
     if plan.text != (SELF,):
         return None
@@ -276,7 +296,10 @@ def write_own_text(plan: Plan, engine: ScoringEngine, progress: Progress, folder
         raise AssayError(
             f"{label} cannot write the text of --text {SELF}: only hf: engines sample",
             finding_id="fidelity.text_unusable",
-            remedy="give a file with --text, or let hf:MODEL write one and store it: assay reference --text self",
+            remedy=(
+                "give a file with --text, or let hf:MODEL write one and store it: assay reference"
+                " --text self"
+            ),
         )
     writer, start = engine.sampler()
     origin = {
@@ -291,35 +314,47 @@ def write_own_text(plan: Plan, engine: ScoringEngine, progress: Progress, folder
         return OwnText(Text((SELF,), json.loads(kept.read_text(encoding="utf-8"))), origin)
     wanted = int(_SPARE * plan.windows * plan.length) + plan.length
     with progress(f"sampling text from {label}", -(-wanted // plan.length)) as advance:
-        text = generate_text(writer, start=start, tokens=wanted, per_text=plan.length, seed=plan.seed, advance=advance)
+        text = generate_text(
+            writer,
+            start=start,
+            tokens=wanted,
+            per_text=plan.length,
+            seed=plan.seed,
+            advance=advance,
+        )
     if kept:
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, json.dumps(text.text))
     return OwnText(text, origin)
 
 
-# -----------------------------------------------------------------------------
-# Does a server cut text into the same ids as the reference? Its vocabulary cannot be hashed from outside.
+# Does a server cut text into the same ids as the reference? Its vocabulary cannot be hashed from
+# outside.
 #
-# A probe text goes through both: words of many scripts, code, numbers, runs of spaces and line ends, characters that
-# fall apart into bytes, and the names of special tokens as text. Equal ids throughout, and no id of the windows past the
-# server's vocabulary where it says its size, is what can be shown.
+# A probe text goes through both: words of many scripts, code, numbers, runs of spaces and line
+# ends, characters that fall apart into bytes, and the names of special tokens as text. Equal ids
+# throughout, and no id of the windows past the server's vocabulary where it says its size, is what
+# can be shown.
 
 PROBE = (
-    "The lighthouse keeper's notebook, page 1,024: it isn't 3.14159 × 10⁻⁷, he'd said; \"perhaps\" (not).\n"
-    "\tdef f(x: dict[str, int]) -> None:\n\t\treturn x['a'] ** 2 != 0xFF  # TODO\r\n\n\n"
-    "    four spaces,  two,     five\u00a0one that does not break\u200b, trailing   \n"
-    "Ünïcödé façade naïve Straße ŁÓDŹ İstanbul ﬁne Ⅻ ½ ∑ ∞ ≠ → 𝔘𝔫𝔦 🜁 🦙👩‍👩‍👧‍👦🏳️‍🌈 \U0001f1eb\U0001f1f7\n"
-    "Быстрая лиса, 敏捷的棕色狐狸跳过懒狗。日本語のテキスト、한국어 문장, النص العربي, עברית, हिन्दी, ไทย, ქართული\n"
-    "1234567890 00012 1e-5 2026-11-28T08:46:16Z https://example.org/a?b=c&d=%20 user@example.org C:\\Temp\\x\n"
-    "SELECT * FROM t WHERE a<>'b';{\"k\":[1,null,true]}<div class='x'>&amp;</div> $\\frac{a}{b}$ camelCaseHTTPServer\n"
-    "e\u0301 o\u0308 \ufffd \u2028 ~~~~~~~~ -------- ======== ........ !!!??? aaaaaaaaaaaaaaaa supercalifragilistic\n"
+    "The lighthouse keeper's notebook, page 1,024: it isn't 3.14159 × 10⁻⁷, he'd said; \"perhaps\""
+    " (not).\n\tdef f(x: dict[str, int]) -> None:\n\t\treturn x['a'] ** 2 != 0xFF  # TODO\r\n\n\n  "
+    "  four spaces,  two,     five\u00a0one that does not break\u200b, trailing   \nÜnïcödé façade"
+    " naïve Straße ŁÓDŹ İstanbul ﬁne Ⅻ ½ ∑ ∞ ≠ → 𝔘𝔫𝔦 🜁 🦙👩‍👩‍👧‍👦🏳️‍🌈"
+    " \U0001f1eb\U0001f1f7\nБыстрая лиса, 敏捷的棕色狐狸跳过懒狗。日本語のテキスト、한국어 문장,"
+    " النص العربي, עברית, हिन्दी, ไทย, ქართული\n1234567890 00012 1e-5 2026-11-28T08:46:16Z"
+    " https://example.org/a?b=c&d=%20 user@example.org C:\\Temp\\x\nSELECT * FROM t WHERE"
+    " a<>'b';{\"k\":[1,null,true]}<div class='x'>&amp;</div> $\\frac{a}{b}$"
+    " camelCaseHTTPServer\ne\u0301 o\u0308 \ufffd \u2028 ~~~~~~~~ -------- ======== ........ !!!???"
+    " aaaaaaaaaaaaaaaa supercalifragilistic\n"
 )
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was shown: how many ids of the probe text agreed, and the server's own word on its vocabulary."""
+    """What was shown: how many ids of the probe text agreed, and the server's own word on its
+    vocabulary.
+    """
 
     probe_tokens: int
     vocab_size: int | None
@@ -337,12 +372,18 @@ def probe_ids(encode: Callable[[str], Sequence[int]]) -> list[int]:
 def prove_tokenizer(
     server: ServerCandidate, expected: Sequence[int] | None, windows: Sequence[Window], label: str
 ) -> Proof:
-    """Show that the server cuts text as the reference does; AssayError where it does not, or cannot show it."""
+    """Show that the server cuts text as the reference does; AssayError where it does not, or cannot
+    show it.
+    """
     if not expected:
         raise AssayError(
-            f"the tokenizer of {label} cannot be held against the reference's: nothing of that was stored",
+            f"the tokenizer of {label} cannot be held against the reference's: nothing of that was"
+            " stored",
             finding_id="fidelity.tokenizer_unproven",
-            remedy="compare with the reference's model itself (hf:MODEL …), or store it again with assay reference",
+            remedy=(
+                "compare with the reference's model itself (hf:MODEL …), or store it again with"
+                " assay reference"
+            ),
         )
     try:
         found = [int(i) for i in server.tokenize(PROBE)]
@@ -350,22 +391,30 @@ def prove_tokenizer(
         raise AssayError(
             f"{label} cannot show that its tokenizer is the reference's: {error.message}",
             finding_id="fidelity.tokenizer_unproven",
-            remedy="serve it with its page /tokenize (vLLM, SGLang), or run the engine in process (vllm:MODEL)",
+            remedy=(
+                "serve it with its page /tokenize (vLLM, SGLang), or run the engine in process"
+                " (vllm:MODEL)"
+            ),
         ) from error
     first = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
     if first is not None or len(found) != len(expected):
         at = min(len(found), len(expected)) if first is None else first
         raise AssayError(
-            f"{label} has another tokenizer than the reference: a probe text of {len(expected)} ids has {len(found)} "
-            f"there, and differs from id {at} on",
+            f"{label} has another tokenizer than the reference: a probe text of {len(expected)} ids"
+            f" has {len(found)} there, and differs from id {at} on",
             finding_id="fidelity.tokenizer_mismatch",
             remedy="distributions over different tokens cannot be compared; serve the same model",
-            evidence={"position": at, "reference": list(expected[at : at + 4]), "server": found[at : at + 4]},
+            evidence={
+                "position": at,
+                "reference": list(expected[at : at + 4]),
+                "server": found[at : at + 4],
+            },
         )
     largest = max(max(w.tokens) for w in windows)
     if server.vocab_size is not None and largest >= server.vocab_size:
         raise AssayError(
-            f"{label} has a vocabulary of {server.vocab_size:,} entries, the text has the id {largest:,}",
+            f"{label} has a vocabulary of {server.vocab_size:,} entries, the text has the id"
+            f" {largest:,}",
             finding_id="fidelity.tokenizer_mismatch",
             remedy="distributions over different tokens cannot be compared; serve the same model",
         )

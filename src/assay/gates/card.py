@@ -1,6 +1,8 @@
-"""`assay card`: what is published beside a model: a section of its card, results in the Hub's format, and a badge.
+"""`assay card`: what is published beside a model: a section of its card, results in the Hub's
+format, and a badge.
 
-Each figure comes with its interval, its sizes and the command that measures it again. Folders of this machine are left out.
+Each figure comes with its interval, its sizes and the command that measures it again. Folders of
+this machine are left out.
 """
 
 from __future__ import annotations
@@ -19,15 +21,28 @@ from assay.errors import AssayError
 from assay.fidelity.plan import Plan, label_of
 from assay.gates.contract import BOUNDED, Figure, figures, short
 from assay.options import Options, declared_options, option
+from assay.plugins import get, names
 from assay.report.markdown import code, prose
 from assay.report.svg import CHAR, label, tag
 from assay.report.text import VERDICTS, cut_middle, one_line
 from assay.verdict import EXIT_INTERRUPTED, SCHEMA, Finding, Report, Severity, Table, Verdict, worst
 
 UNREGISTERED = "your-name/fidelity"
-"""The data set that results name where the user names none: the Hub shows a result only once its benchmark is registered."""
+"""The data set that results name where the user names none: the Hub shows a result only once its
+benchmark is registered.
+"""
 BEGIN, END = "<!-- assay card: begin -->", "<!-- assay card: end -->"
-COMMANDS = ("compare", "rerun", "check", "spec", "verify", "grade", "kv eval", "gate")
+OWN_COMMANDS = ("compare", "rerun", "check", "spec", "verify", "grade", "gate")
+
+
+def card_name(command: str) -> str:
+    """The name of a command in the group `assay.cards`: `kv-eval` for `kv eval`."""
+    return command.replace(" ", "-")
+
+
+def known_commands() -> tuple[str, ...]:
+    """The commands whose reports a card can show."""
+    return (*OWN_COMMANDS, *(name.replace("-", " ") for name in names("assay.cards")))
 
 
 @dataclass(frozen=True)
@@ -37,10 +52,14 @@ class CardOptions(Options):
     VERB, AREA = "card", "fidelity"
 
     out: Path = option(Path("assay-card"), "Folder to write to.", metavar="FOLDER")
-    readme: Path | None = option(None, "Put the section into this file as well, between two comments.")
+    readme: Path | None = option(
+        None, "Put the section into this file as well, between two comments."
+    )
     name: str | None = option(None, "Name of the model in the card.")
     candidate: str | None = option(None, "Candidate to show, where a report has several.")
-    dataset: str | None = option(None, "Benchmark on the Hub that the results belong to.", metavar="ORG/NAME")
+    dataset: str | None = option(
+        None, "Benchmark on the Hub that the results belong to.", metavar="ORG/NAME"
+    )
     source: str | None = option(None, "Where the reports can be read.", metavar="URL")
 
 
@@ -78,18 +97,25 @@ _MAY_BE = {
     "ACCEPT": (Verdict.PASS,), "MARGINAL": (Verdict.PASS, Verdict.FAIL), "REJECT": (Verdict.FAIL,),
     "INCONCLUSIVE": (Verdict.INCONCLUSIVE, Verdict.FAIL),
 }  # fmt: skip
-"""The verdicts with which a grade is told: an interrupted run, or one with tokens that are not finite, is no ACCEPT."""
+"""The verdicts with which a grade is told: an interrupted run, or one with tokens that are not
+finite, is no ACCEPT.
+"""
 
 
 def run_card(reports: Sequence[Path | Report], options: CardOptions | None = None) -> Report:
-    """Write the card of one or more reports. UsageError for a file that is no report, before anything is written."""
+    """Write the card of one or more reports. UsageError for a file that is no report, before
+    anything is written.
+    """
     options = options or CardOptions()
     if not reports:
         raise CardOptions.usage("a card needs at least one report", "assay card REPORT.json")
     found = [m for report in reports for m in read_report(report, options.candidate)]
     readme = _with_section(options.readme) if options.readme else None
     badge_text = badge_of(found)
-    files = {Path("badge.svg"): badge(*badge_text), Path("card.md"): card(found, options, "badge.svg")}
+    files = {
+        Path("badge.svg"): badge(*badge_text),
+        Path("card.md"): card(found, options, "badge.svg"),
+    }
     counts: dict[str, int] = {}
     for measured in found:
         if measured.figures:
@@ -117,7 +143,10 @@ def run_card(reports: Sequence[Path | Report], options: CardOptions | None = Non
 
 
 def _report(
-    found: Sequence[Measured], options: CardOptions, badge_text: tuple[str, str], written: Sequence[str]
+    found: Sequence[Measured],
+    options: CardOptions,
+    badge_text: tuple[str, str],
+    written: Sequence[str],
 ) -> Report:
     rows = [(m.command, f.title, f.text(), f.sizes) for m in found for f in m.figures]
     notes = []
@@ -126,7 +155,8 @@ def _report(
             Finding(
                 "fidelity.benchmark",
                 Severity.INFO,
-                f"the results name the data set {UNREGISTERED}: the Hub shows those of registered benchmarks only",
+                f"the results name the data set {UNREGISTERED}: the Hub shows those of registered"
+                " benchmarks only",
                 remedies=("name one: --dataset ORG/NAME",),
                 references=("https://huggingface.co/docs/hub/eval-results",),
             )
@@ -138,30 +168,41 @@ def _report(
         subject={"folder": str(options.out)},
         findings=notes,
         results={
-            "files": list(written), "grade": grade, "badge": f"{grade} {margin}".strip(),
-            "reports": [{"command": m.command, "verdict": m.verdict, "grade": m.grade} for m in found],
+            "files": list(written),
+            "grade": grade,
+            "badge": f"{grade} {margin}".strip(),
+            "reports": [
+                {"command": m.command, "verdict": m.verdict, "grade": m.grade} for m in found
+            ],
         },
         blocks=(
             Table("On the card", ("from", "figure", "value", "rests on"), rows),
             Table("Written", ("file",), [(name,) for name in written], detail=True),
         ),
         summary=f"The card is written; it says {grade}{f' ({margin})' if margin else ''}.",
-    )  # fmt: skip
+    )
 
 
-# -----------------------------------------------------------------------------
 # Reports as they are stored.
 
 
 def read_report(report: Path | Report, candidate: str | None = None) -> list[Measured]:
-    """What a report holds: one result, or one of each part of a gate. UsageError where it is none of assay's."""
+    """What a report holds: one result, or one of each part of a gate. UsageError where it is none
+    of assay's.
+    """
     name = report.command if isinstance(report, Report) else str(report)
     try:
-        data = report.to_json() if isinstance(report, Report) else json.loads(report.read_text(encoding="utf-8-sig"))
-        if data["schema"] != SCHEMA or data["command"] not in COMMANDS:
+        data = (
+            report.to_json()
+            if isinstance(report, Report)
+            else json.loads(report.read_text(encoding="utf-8-sig"))
+        )
+        if data["schema"] != SCHEMA or data["command"] not in known_commands():
             raise ValueError("no report that a card can show")
         found = list(_measured(data, candidate, name))
-        for measured in found:  # whatever is not as it should be shows here, not half-way through writing
+        for (
+            measured
+        ) in found:  # whatever is not as it should be shows here, not half-way through writing
             card([measured], CardOptions(), "badge.svg")
             badge_of([measured])
         return found
@@ -169,7 +210,8 @@ def read_report(report: Path | Report, candidate: str | None = None) -> list[Mea
         raise CardOptions.usage(f"cannot read the report {name}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CardOptions.usage(
-            f"{name} is no report that a card can show", f"give the --json of {', '.join(COMMANDS)}"
+            f"{name} is no report that a card can show",
+            f"give the --json of {', '.join(known_commands())}",
         ) from error
 
 
@@ -184,13 +226,24 @@ def _measured(data: Mapping[str, Any], candidate: str | None, name: str) -> Iter
             raise CardOptions.usage(f"{name} examined nothing: a card needs a gate that was run")
         sha = str(results["contract"]["sha256"])[:12]
         repeat = f"assay gate --contract {shlex.quote(one_line(str(results['contract']['file'])))}"
-        yield Measured("gate", verdict, f"contract {sha}", {}, subject, data["findings"], repeat, environment)
+        yield Measured(
+            "gate", verdict, f"contract {sha}", {}, subject, data["findings"], repeat, environment
+        )
         for part in results["parts"]:
-            limits = {BOUNDED[limit["name"]][0]: float(limit["limit"]) for limit in part.get("limits", ())}
+            limits = {
+                BOUNDED[limit["name"]][0]: float(limit["limit"]) for limit in part.get("limits", ())
+            }
             yield Measured(
-                str(part["name"]), Verdict(part["verdict"]), _label(part["subject"], part["results"]), part["results"],
-                part["subject"], (), _repeat(str(part["name"]), part["subject"], part["results"]), environment, limits,
-            )  # fmt: skip
+                str(part["name"]),
+                Verdict(part["verdict"]),
+                _label(part["subject"], part["results"]),
+                part["results"],
+                part["subject"],
+                (),
+                _repeat(str(part["name"]), part["subject"], part["results"]),
+                environment,
+                limits,
+            )
         return
     if several := results.get("candidates"):
         named = {str(one["candidate"]): one for one in several}
@@ -225,7 +278,9 @@ def _label(subject: Mapping[str, Any], results: Mapping[str, Any]) -> str:
 def public(spec: str) -> str:
     """An engine without folders of this machine; a name on the Hub stays whole."""
     path = spec.partition("?")[0].rpartition(":")[2]
-    on_hub = path.count("/") == 1 and not path.startswith((".", "~", "/")) and not Path(path).exists()
+    on_hub = (
+        path.count("/") == 1 and not path.startswith((".", "~", "/")) and not Path(path).exists()
+    )
     return spec if on_hub else label_of(spec)
 
 
@@ -237,27 +292,31 @@ def _repeat(command: str, subject: Mapping[str, Any], results: Mapping[str, Any]
         plan = subject["plan"]
         candidate = next(iter(plan["candidates"]), "")
         engines = [public(str(plan["reference"])), public(str(candidate))]
-        return shlex.join(["assay", "compare", *engines, *_flags(Plan, plan)])
+        return shlex.join(["assay", "compare", *engines, *flags_of(Plan, plan)])
     if command in ("identity", "determinism"):
         return f"assay check URL --{command}" + (" FILE" if command == "identity" else "")
     if command in ("check", "tools"):
-        return shlex.join(["assay", "check", "URL", *_flags(CheckOptions, results.get("plan") or {})])
-    if command == "kv eval":
-        from assay.lab.options import EvalPlan
-
-        plan = subject["plan"]
-        words = [public(str(plan["model"])), "--codec", str(results["codec"]), *_flags(EvalPlan, plan)]
-        return shlex.join(["assay", "kv", "eval", *words])
+        return shlex.join(
+            ["assay", "check", "URL", *flags_of(CheckOptions, results.get("plan") or {})]
+        )
+    if (written := get("assay.cards", card_name(command))) is not None:
+        return shlex.join(written(subject, results))
     repo = subject.get("repo")
     more = ["--repo", str(repo), "--revision", str(subject.get("revision"))] if repo else []
     what = {"verify": "CHECKPOINT", "spec": "LOG", "grade": "FILE"}[command]
     return shlex.join(["assay", command, what, *more])
 
 
-def _flags(options: type[Options], given: Mapping[str, Any]) -> Iterator[str]:
+def flags_of(options: type[Options], given: Mapping[str, Any]) -> Iterator[str]:
+    """The options that differ from their defaults, as words of a command line."""
     for declared in declared_options(options).values():
         value = given.get(declared.name, declared.default)
-        if not declared.listed or declared.required or declared.apart or value in (None, declared.default):
+        if (
+            not declared.listed
+            or declared.required
+            or declared.apart
+            or value in (None, declared.default)
+        ):
             continue
         if declared.many and not declared.form:
             if list(value) != list(declared.default):
@@ -269,25 +328,32 @@ def _flags(options: type[Options], given: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"--{declared.flag}", str(replace(declared, default=value).shown_default))
 
 
-# -----------------------------------------------------------------------------
 # The section of the model card.
 
 
 def card(found: Sequence[Measured], options: CardOptions, badge_path: str) -> str:
-    """The section: a badge, and for each result its grade, its figures, its findings and the command that repeats it."""
+    """The section: a badge, and for each result its grade, its figures, its findings and the
+    command that repeats it.
+    """
     grade, margin = badge_of(found)
     alt = f"assay: {grade} {margin}".strip()
     named = f" of {prose(options.name)}" if options.name else ""
     parts = [
         f"## Measured with assay{named}",
         f"![{prose(alt)}](<{badge_path.replace('>', '')}>)",
-        "*ACCEPT* means the same distribution within the margins on the text that was scored. It says nothing of other "
-        "text, and nothing of tasks.",
+        (
+            "*ACCEPT* means the same distribution within the margins on the text that was scored."
+            " It says nothing of other text, and nothing of tasks."
+        ),
     ]
     for measured in found:
         parts += _section(measured)
     packages = (found[0].environment.get("packages") or {}) if found else {}
-    versions = [f"{name} {packages[name]}" for name in ("torch", "transformers", "vllm") if packages.get(name)]
+    versions = [
+        f"{name} {packages[name]}"
+        for name in ("torch", "transformers", "vllm")
+        if packages.get(name)
+    ]
     parts.append(prose(", ".join([f"Written by assay {VERSION}", *versions])) + ".")
     return "\n\n".join(parts) + "\n"
 
@@ -297,7 +363,9 @@ def _section(measured: Measured) -> Iterator[str]:
     if measured.label:
         yield prose(measured.label)
     if rows := [_row(measured, figure) for figure in measured.figures]:
-        yield "\n".join(("| figure | value | interval | margin | rests on |", "|---|--:|--:|--:|---|", *rows))
+        yield "\n".join(
+            ("| figure | value | interval | margin | rests on |", "|---|--:|--:|--:|---|", *rows)
+        )
     told = [f for f in measured.findings if f.get("severity") in ("error", "warning")]
     if told:
         yield "\n".join(f"- {prose(str(f['severity']))}: {prose(str(f['title']))}" for f in told)
@@ -306,7 +374,10 @@ def _section(measured: Measured) -> Iterator[str]:
 
 def _row(measured: Measured, figure: Figure) -> str:
     margin = _margins(measured).get(figure.key)
-    bound = f"{'≥' if figure.better == 'higher' else '±' if figure.better == 'zero' else '≤'} {short(margin)}"
+    bound = (
+        f"{'≥' if figure.better == 'higher' else '±' if figure.better == 'zero' else '≤'}"
+        f" {short(margin)}"
+    )
     unit = f" {figure.unit}" if figure.unit else ""
     interval = (
         "unknown"
@@ -314,19 +385,27 @@ def _row(measured: Measured, figure: Figure) -> str:
         else f"{short(figure.lo)} to {short(figure.hi)} ({figure.level})"
     )
     cells = (
-        figure.title, f"{short(figure.value)}{unit}", interval, "" if margin is None else f"{bound}{unit}", figure.sizes,
-    )  # fmt: skip
+        figure.title,
+        f"{short(figure.value)}{unit}",
+        interval,
+        "" if margin is None else f"{bound}{unit}",
+        figure.sizes,
+    )
     return "| " + " | ".join(prose(cell) or " " for cell in cells) + " |"
 
 
 def _margins(measured: Measured, grade: str = "ACCEPT") -> dict[str, float]:
     """The margins of a comparison by figure, in the units of the figure."""
     tests = measured.results.get("margins") or ()
-    return {str(t["metric"]): float(t["bound"]) for t in tests if t["grade"] == grade} | dict(measured.limits)
+    return {str(t["metric"]): float(t["bound"]) for t in tests if t["grade"] == grade} | dict(
+        measured.limits
+    )
 
 
 def _with_section(path: Path) -> str:
-    """The text of a file with a NUL where the section goes between its comments; UsageError where they do not match."""
+    """The text of a file with a NUL where the section goes between its comments; UsageError where
+    they do not match.
+    """
     try:
         with path.open(encoding="utf-8", newline="") as file:
             text = file.read()
@@ -342,13 +421,14 @@ def _with_section(path: Path) -> str:
         before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     else:
         raise CardOptions.usage(
-            f"{path} has no single pair of comments for the card", f"leave one {BEGIN} before one {END}, or none"
+            f"{path} has no single pair of comments for the card",
+            f"leave one {BEGIN} before one {END}, or none",
         )
     return f"{before}{BEGIN}\n\0{END}{after}"
 
 
-# -----------------------------------------------------------------------------
-# The Hub's results: https://huggingface.co/docs/hub/eval-results, specification eval_results.yaml in huggingface/hub-docs.
+# The Hub's results: https://huggingface.co/docs/hub/eval-results, specification eval_results.yaml
+# in huggingface/hub-docs.
 
 
 def eval_results(measured: Measured, options: CardOptions) -> str:
@@ -388,18 +468,21 @@ def _number(value: float) -> str:
     return f"{head}.0e{exponent}" if mark and "." not in head else text
 
 
-# -----------------------------------------------------------------------------
 # The badge.
 
 
 def badge_of(found: Sequence[Measured]) -> tuple[str, str]:
-    """What the badge says: the grade, and the figure that decides with its margin. The worst result is the one that is told."""
+    """What the badge says: the grade, and the figure that decides with its margin. The worst result
+    is the one that is told.
+    """
     verdict = worst(m.verdict for m in found)
     graded = [m for m in found if "grade" in m.results]
     telling = [m for m in found if m.verdict is verdict and m.command != "gate"]
     told = next((m for m in telling if m in graded), telling[0] if telling else found[0])
     if verdict is Verdict.PASS and graded:
-        told = max(graded, key=lambda m: _GRADES.index(m.grade) if m.grade in _GRADES else len(_GRADES))
+        told = max(
+            graded, key=lambda m: _GRADES.index(m.grade) if m.grade in _GRADES else len(_GRADES)
+        )
     if told in graded and told.grade in (*_GRADES, "SELF-TEST"):
         return told.grade, _deciding(told)
     many = "" if len(found) == 1 or verdict is not Verdict.PASS else f"{len(found)} reports"
@@ -432,7 +515,10 @@ def _deciding(measured: Measured) -> str:
         share = used / room if room else float("inf") if used else 0.0
         gap = "" if sign.endswith("±") else " "
         of = "margin" if figure.better == "higher" else "of"
-        says = f"{_BADGE[figure.key]} {sign}{gap}{short(bound)} {of} {short(margin)}{_UNIT[figure.key]}"
+        says = (
+            f"{_BADGE[figure.key]} {sign}{gap}{short(bound)} {of}"
+            f" {short(margin)}{_UNIT[figure.key]}"
+        )
         if best is None or share > best[0]:
             best = (share, says)
     return best[1] if best else ""
@@ -441,9 +527,13 @@ def _deciding(measured: Measured) -> str:
 _BADGE = {"kld": "KL", "dppl_pct": "Δppl", "top1_pct": "top-1"}
 _UNIT = {"kld": "", "dppl_pct": " %", "top1_pct": " %"}
 _COLOURS = {
-    "ACCEPT": "#2e7d32", "PASS": "#2e7d32", "MARGINAL": "#9a6700", "REJECT": "#b3261e", "FAIL": "#b3261e",
+    "ACCEPT": "#2e7d32",
+    "PASS": "#2e7d32",
+    "MARGINAL": "#9a6700",
+    "REJECT": "#b3261e",
+    "FAIL": "#b3261e",
     "ERROR": "#6e3b8a",
-}  # fmt: skip
+}
 _PAD, _HEIGHT = 7.0, 20.0
 
 
@@ -467,8 +557,15 @@ def badge(grade: str, margin: str) -> str:
         )  # fmt: skip
     return (
         tag(
-            "svg", "".join(parts), xmlns="http://www.w3.org/2000/svg", width=left + right, height=_HEIGHT, role="img",
-            aria_label=f"assay: {one_line(says)}", font_family="Verdana,DejaVu Sans,sans-serif", font_size="11",
+            "svg",
+            "".join(parts),
+            xmlns="http://www.w3.org/2000/svg",
+            width=left + right,
+            height=_HEIGHT,
+            role="img",
+            aria_label=f"assay: {one_line(says)}",
+            font_family="Verdana,DejaVu Sans,sans-serif",
+            font_size="11",
         )
         + "\n"
-    )  # fmt: skip
+    )

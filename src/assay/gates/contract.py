@@ -1,7 +1,9 @@
-"""The contract: a TOML file that says what a deployment promises. Each section that it has is run, each limit is judged.
+"""The contract: a TOML file that says what a deployment promises. Each section that it has is run,
+each limit is judged.
 
-`[subject]` and `[reference]` say what is examined and against what. Every other section is a verb, with the options of
-that verb by their own names and with limits on what it measures. An unknown name is refused, naming the nearest.
+`[subject]` and `[reference]` say what is examined and against what. Every other section is a verb,
+with the options of that verb by their own names and with limits on what it measures. An unknown
+name is refused, naming the nearest.
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ LIMIT = "Limits"
 """Panel of the options that are limits on what is measured."""
 
 
-# -----------------------------------------------------------------------------
 # What is examined, and against what.
 
 
@@ -43,12 +44,20 @@ class Subject(Options):
     """What is held to the contract. Name what the sections need; the rest may be left out."""
 
     name: str | None = option(None, "Name of the deployment in reports.")
-    server: str | None = option(None, "Root of the OpenAI-compatible server, or its /v1.", metavar="URL")
+    server: str | None = option(
+        None, "Root of the OpenAI-compatible server, or its /v1.", metavar="URL"
+    )
     model: str | None = option(None, "Model to ask; default: the first the server lists.")
     checkpoint: str | None = option(None, "Folder, file or hub:ORG/NAME that `verify` examines.")
-    logs: tuple[str, ...] = option((), "Engine logs that `spec` reads; default: the server's own counters.")
-    engine: str | None = option(None, "What `compare` scores: hf:MODEL, gguf:FILE, …; default: the server.")
-    api_key_env: str | None = option(None, "Environment variable that holds the API key.", metavar="NAME")
+    logs: tuple[str, ...] = option(
+        (), "Engine logs that `spec` reads; default: the server's own counters."
+    )
+    engine: str | None = option(
+        None, "What `compare` scores: hf:MODEL, gguf:FILE, …; default: the server."
+    )
+    api_key_env: str | None = option(
+        None, "Environment variable that holds the API key.", metavar="NAME"
+    )
     timeout: float = option(300.0, "Seconds that one answer may take.", lo=1, hi=86_400)
 
 
@@ -56,17 +65,23 @@ class Subject(Options):
 class Against(Options):
     """What the subject is held against; for `compare` an engine or a pack."""
 
-    engine: str | None = option(None, "hf:MODEL, vllm:MODEL, gguf:FILE or run:DIR, with options after '?'.")
+    engine: str | None = option(
+        None, "hf:MODEL, vllm:MODEL, gguf:FILE or run:DIR, with options after '?'."
+    )
     pack: Path | None = option(None, "Reference pack: a file of `assay reference pack`.")
-    key: Path | None = option(None, "File with the secret, or the public Ed25519 key, that checks who signed the pack.")
-    head: Path | None = option(None, "Checkpoint that has the pack's output head; default: the candidate's.")
+    key: Path | None = option(
+        None, "File with the secret, or the public Ed25519 key, that checks who signed the pack."
+    )
+    head: Path | None = option(
+        None, "Checkpoint that has the pack's output head; default: the candidate's."
+    )
     identity: Path | None = option(
         None, "What `[identity]` holds the server against: a file of `assay check --identity-out`."
     )
 
 
-# -----------------------------------------------------------------------------
-# The verbs. A limit is an option named `min_…` or `max_…`; `figures` gives the figure that it bounds.
+# The verbs. A limit is an option named `min_…` or `max_…`; `figures` gives the figure that it
+# bounds.
 
 
 def _limit(help: str, **how: Any) -> Any:
@@ -92,7 +107,10 @@ class ToolsSection(CheckOptions):
 
     suite: str = option("tools", choices=("tools",), listed=False)
     min_schema_valid: float | None = _limit(
-        "Least share that follows its schema, at the worst concurrency.", form="fraction", lo=0, hi=1
+        "Least share that follows its schema, at the worst concurrency.",
+        form="fraction",
+        lo=0,
+        hi=1,
     )
     min_right: float | None = _limit(
         "Least share of right answers, at the worst concurrency.", form="fraction", lo=0, hi=1
@@ -103,7 +121,9 @@ class ToolsSection(CheckOptions):
 class SpecSection(SpecOptions):
     """Speculative decoding: is the draft head healthy?"""
 
-    min_acceptance: float | None = _limit("Least share of draft tokens that are accepted.", form="fraction", lo=0, hi=1)
+    min_acceptance: float | None = _limit(
+        "Least share of draft tokens that are accepted.", form="fraction", lo=0, hi=1
+    )
 
 
 @dataclass(frozen=True)
@@ -126,28 +146,50 @@ class Section:
         if self.about:
             return
         taken = {*self.refused, *self.shared}
-        listed = [d for d in declared_options(self.options).values() if d.listed and d.name not in taken]
+        listed = [
+            d for d in declared_options(self.options).values() if d.listed and d.name not in taken
+        ]
         yield from sorted(listed, key=lambda d: d.panel != LIMIT)
 
 
 _ASKED = ("model", "api_key_env", "timeout")
 _EXACT = ("identity", "identity_out", "determinism")
-_NO_TOOLS = (*_EXACT, "suite", "only", "throughput", "repeats", "run_code", "longest_needle", "concurrency")
+_NO_TOOLS = (
+    *_EXACT,
+    "suite",
+    "only",
+    "throughput",
+    "repeats",
+    "run_code",
+    "longest_needle",
+    "concurrency",
+)
 SECTIONS = {
     section.name: section
     for section in (
         Section("verify", VerifySection, ("checkpoint",), ("write_manifest",)),
         Section("spec", SpecSection, ("logs", "server"), ("follow", "seconds"), ("api_key_env",)),
-        Section("identity", CheckOptions, ("server",), (), _ASKED, "Is it the model of `[reference] identity`? No keys."),
         Section(
-            "determinism", CheckOptions, ("server",), (), _ASKED,
+            "identity",
+            CheckOptions,
+            ("server",),
+            (),
+            _ASKED,
+            "Is it the model of `[reference] identity`? No keys.",
+        ),
+        Section(
+            "determinism",
+            CheckOptions,
+            ("server",),
+            (),
+            _ASKED,
             "Does the same request give the same answer, alone and in batches? No keys.",
         ),
         Section("check", CheckSection, ("server",), ("suite", *_EXACT), _ASKED),
         Section("tools", ToolsSection, ("server",), _NO_TOOLS, _ASKED),
         Section("compare", Plan, ("engine", "server"), ("keep",), ("reference", "candidates")),
     )
-}  # fmt: skip
+}
 """The sections in the order in which they run, the cheapest first."""
 
 
@@ -174,18 +216,23 @@ class Contract:
     def limits(self, section: str) -> dict[str, float]:
         """The limits that a section sets, by name."""
         options = self.sections[section]
-        named = (f.name for f in fields(options) if f.metadata.get("option", Declared("")).panel == LIMIT)
+        named = (
+            f.name for f in fields(options) if f.metadata.get("option", Declared("")).panel == LIMIT
+        )
         return {name: value for name in named if (value := getattr(options, name)) is not None}
 
 
 def read_contract(path: Path = DEFAULT, server: str | None = None) -> Contract:
-    """The contract in a file; UsageError says in one line what is wrong in it. `server` stands for `[subject] server`."""
+    """The contract in a file; UsageError says in one line what is wrong in it. `server` stands for
+    `[subject] server`.
+    """
     try:
         with path.open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise _refused(
-            f"cannot read the contract {path}: {error.strerror}", "name one with --contract, see docs/gate.md"
+            f"cannot read the contract {path}: {error.strerror}",
+            "name one with --contract, see docs/gate.md",
         ) from error
     if len(raw) > MOST_BYTES:
         raise _refused(f"{path} has more than {MOST_BYTES:,} bytes: no contract is that long")
@@ -207,34 +254,55 @@ def contract_of(
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             nearest = f", the nearest is [{near[0]}]" if near else ""
-            raise _refused(f"{where}: unknown section [{name}]{nearest}", f"sections are {', '.join(known)}")
+            raise _refused(
+                f"{where}: unknown section [{name}]{nearest}", f"sections are {', '.join(known)}"
+            )
         if not isinstance(value, Mapping):
             raise _refused(f"{where}: {name} must be a section, [{name}]")
-    subject = Subject.of(data.get("subject", {}) | ({"server": server} if server else {}), f"{where} [subject]")
+    subject = Subject.of(
+        data.get("subject", {}) | ({"server": server} if server else {}), f"{where} [subject]"
+    )
     against = Against.of(data.get("reference", {}), f"{where} [reference]")
     if against.engine and against.pack:
         raise _refused(f"{where} [reference] names an engine and a pack", "leave one of them out")
     if (against.key or against.head) and not against.pack:
-        raise _refused(f"{where} [reference]: key and head belong to a pack", "name it: pack = FILE")
+        raise _refused(
+            f"{where} [reference]: key and head belong to a pack", "name it: pack = FILE"
+        )
     asked = [section for name, section in SECTIONS.items() if name in data]
     if not asked:
-        raise _refused(f"{where} asks for nothing: it has no section of a verb", f"add one of {', '.join(SECTIONS)}")
+        raise _refused(
+            f"{where} asks for nothing: it has no section of a verb",
+            f"add one of {', '.join(SECTIONS)}",
+        )
     contract = Contract(subject, against, {}, where, sha256, data)
-    return Contract(subject, against, {s.name: _options(s, contract, data[s.name]) for s in asked}, where, sha256, data)
+    return Contract(
+        subject,
+        against,
+        {s.name: _options(s, contract, data[s.name]) for s in asked},
+        where,
+        sha256,
+        data,
+    )
 
 
 def _options(section: Section, contract: Contract, given: Mapping[str, Any]) -> Options:
-    """The options of a section, with what `[subject]` and `[reference]` say; UsageError where something is missing."""
+    """The options of a section, with what `[subject]` and `[reference]` say; UsageError where
+    something is missing.
+    """
     place, subject = f"{contract.where} [{section.name}]", contract.subject
     for name in section.refused + section.shared:
         flag = declared_options(section.options)[name].flag.replace("-", "_")
         if any(key.replace("-", "_") in (name, flag) for key in given):
-            home = "the gate gives it" if name in section.shared else "it has no place in a contract"
+            home = (
+                "the gate gives it" if name in section.shared else "it has no place in a contract"
+            )
             raise _refused(f"{place}: {flag}: {home}", "see docs/gate.md for what a contract holds")
     if not any(getattr(subject, name) for name in section.needs):
         raise _refused(
             f"{place} has nothing to examine: [subject] names no {' and no '.join(section.needs)}",
-            f"give {section.needs[0]} in [subject]" + (", or --server URL" if "server" in section.needs else ""),
+            f"give {section.needs[0]} in [subject]"
+            + (", or --server URL" if "server" in section.needs else ""),
         )
     if section.about and given:
         raise _refused(f"{place} takes no keys, and has {', '.join(given)}", section.about)
@@ -243,9 +311,16 @@ def _options(section: Section, contract: Contract, given: Mapping[str, Any]) -> 
     if section.options is Plan:
         if contract.reference is None:
             raise _refused(f"{place} needs a reference", "give engine or pack in [reference]")
-        engines = {"reference": contract.reference, "candidates": [subject.engine or subject.server]}
-        return _placed(lambda values, where: plan_from(values, {}, where), {**given, **engines}, place)
-    shared = {name: value for name in section.shared if (value := getattr(subject, name)) is not None}
+        engines = {
+            "reference": contract.reference,
+            "candidates": [subject.engine or subject.server],
+        }
+        return _placed(
+            lambda values, where: plan_from(values, {}, where), {**given, **engines}, place
+        )
+    shared = {
+        name: value for name in section.shared if (value := getattr(subject, name)) is not None
+    }
     if section.about:
         shared[section.name] = contract.against.identity if section.name == "identity" else True
     return _placed(section.options.of, {**given, **shared}, place)
@@ -258,14 +333,15 @@ def _placed(make: Callable[[Any, str], T], given: Mapping[str, Any], place: str)
     except UsageError as error:
         if place in error.message:
             raise
-        raise UsageError(f"{place}: {error.message}", remedy=error.remedy, finding_id=error.finding_id) from error
+        raise UsageError(
+            f"{place}: {error.message}", remedy=error.remedy, finding_id=error.finding_id
+        ) from error
 
 
 def _refused(message: str, remedy: str = "") -> UsageError:
     return UsageError(message, remedy=remedy, finding_id="server.contract")
 
 
-# -----------------------------------------------------------------------------
 # The page of docs/gate.md that says what a contract may hold.
 
 
@@ -274,7 +350,11 @@ def contract_reference() -> str:
     parts = [_page("subject", Subject.__doc__, declared_options(Subject).values())]
     parts.append(_page("reference", Against.__doc__, declared_options(Against).values()))
     for name, section in SECTIONS.items():
-        told = "The options of `assay compare`." if section.options is Plan else section.options.__doc__
+        told = (
+            "The options of `assay compare`."
+            if section.options is Plan
+            else section.options.__doc__
+        )
         about = section.about or told
         parts.append(_page(name, about, section.declared()))
     return "\n\n".join(parts) + "\n"
@@ -292,13 +372,16 @@ def _about(declared: Declared) -> str:
     shown = f" One of {', '.join(declared.choices)}." if declared.choices else ""
     shown += "" if text in (None, "") or isinstance(default, bool) else f" Default: {text}."
     limit = "**Limit.** " if declared.panel == LIMIT else ""
-    return f"{limit}{declared.help.rstrip('.')}{'' if declared.help.endswith('?') else '.'}{shown}".replace("|", "\\|")
+    return f"{limit}{declared.help.rstrip('.')}{'' if declared.help.endswith('?') else '.'}{shown}".replace(
+        "|", "\\|"
+    )
 
 
-# -----------------------------------------------------------------------------
-# The numbers of a report by name, each with its interval and its sizes: for limits, for what changed, and for cards.
+# The numbers of a report by name, each with its interval and its sizes: for limits, for what
+# changed, and for cards.
 #
-# They are read from `results` of schema assay/1, so that a stored report and a fresh one give the same figures.
+# They are read from `results` of schema assay/1, so that a stored report and a fresh one give the
+# same figures.
 
 
 Better = Literal["higher", "lower", "zero"]
@@ -330,9 +413,14 @@ class Figure:
     def to_json(self) -> dict[str, Any]:
         """The number, its interval and its sizes."""
         return {
-            "value": self.value, "lo": self.lo, "hi": self.hi, "unit": self.unit, "title": self.title, "sizes": self.sizes,
+            "value": self.value,
+            "lo": self.lo,
+            "hi": self.hi,
+            "unit": self.unit,
+            "title": self.title,
+            "sizes": self.sizes,
             "level": self.level,
-        }  # fmt: skip
+        }
 
 
 def short(x: float | None, sign: str = "") -> str:
@@ -347,7 +435,9 @@ def short(x: float | None, sign: str = "") -> str:
 
 
 def figures(command: str, results: Mapping[str, Any]) -> list[Figure]:
-    """The figures of one report by the verb that made it; those that were not measured, or do not count, are left out."""
+    """The figures of one report by the verb that made it; those that were not measured, or do not
+    count, are left out.
+    """
     reader = _READERS.get(command)
     return [] if reader is None else [f for f in reader(results) if f is not None]
 
@@ -355,10 +445,19 @@ def figures(command: str, results: Mapping[str, Any]) -> list[Figure]:
 def _compare(results: Mapping[str, Any]) -> Iterator[Figure | None]:
     sizes = f"{results.get('windows')} windows, {results.get('tokens') or 0:,} tokens"
     kld, top1 = results.get("kld") or {}, results.get("top1_pct") or {}
-    changed = results.get("top1_beyond_rounding_pct") or {}  # what the grade rests on: the share that differs
+    changed = (
+        results.get("top1_beyond_rounding_pct") or {}
+    )  # what the grade rests on: the share that differs
     bound = ", a lower bound" if kld.get("kind", "exact") != "exact" else ""
     yield _of("kld", f"mean KL{bound}", kld | {"value": kld.get("mean")}, "nats", "lower", sizes)
-    yield _of("control", "mean KL above the control's", _difference(results.get("control")), "nats", "lower", sizes)
+    yield _of(
+        "control",
+        "mean KL above the control's",
+        _difference(results.get("control")),
+        "nats",
+        "lower",
+        sizes,
+    )
     yield _of("dppl_pct", "Δppl", results.get("dppl_pct"), "%", "zero", sizes)
     if None in (value := [_number(changed.get(name)) for name in ("value", "lo", "hi")]):
         yield _of("top1_pct", "top-1 agreement", top1, "%", "higher", sizes)
@@ -377,7 +476,14 @@ def _check(results: Mapping[str, Any]) -> Iterator[Figure | None]:
     yield from _speed(results)
     bits = results.get("bits_per_byte") or {}
     sizes = f"{sum(not p.get('depth') for p in bits.get('passages', ()))} fixed texts"
-    yield _of("bits_per_byte", "plain English", {"value": bits.get("mean")}, "bits per byte", "lower", sizes)
+    yield _of(
+        "bits_per_byte",
+        "plain English",
+        {"value": bits.get("mean")},
+        "bits per byte",
+        "lower",
+        sizes,
+    )
     yield from _tools(results)
 
 
@@ -392,7 +498,9 @@ def _speed(results: Mapping[str, Any]) -> Iterator[Figure | None]:
         ("ttft_s", "time to first token", "s", "lower"),
     )
     for key, title, unit, better in figures:
-        rounds: dict[Any, list[float]] = {}  # texts that were timed together are one piece of evidence
+        rounds: dict[
+            Any, list[float]
+        ] = {}  # texts that were timed together are one piece of evidence
         for text in speed.get("texts") or ():
             if (value := _number(text.get(key))) is not None:
                 rounds.setdefault(text.get("round"), []).append(value)
@@ -403,8 +511,9 @@ def _speed(results: Mapping[str, Any]) -> Iterator[Figure | None]:
 def _median(values: Sequence[float]) -> Mapping[str, float | None]:
     """The median and its distribution-free interval, each bound at 95 % one-sided confidence.
 
-    The k-th smallest of n values exceeds the median with probability P(X < k), X binomial (n, ½); k is the largest for
-    which that is at most 5 % (Conover, Practical Nonparametric Statistics, 3.2). Fewer than five values bound nothing.
+    The k-th smallest of n values exceeds the median with probability P(X < k), X binomial (n, ½); k
+    is the largest for which that is at most 5 % (Conover, Practical Nonparametric Statistics, 3.2).
+    Fewer than five values bound nothing.
     """
     n, ordered = len(values), sorted(values)
     if not n:
@@ -419,7 +528,10 @@ def _median(values: Sequence[float]) -> Mapping[str, float | None]:
 def _tools(results: Mapping[str, Any]) -> Iterator[Figure | None]:
     """Shares of the tools suite at the concurrency where they are worst."""
     levels = [level for level in results.get("tools") or () if level.get("asked")]
-    for key, title in (("schema_valid", "follow their schema"), ("right", "right tool calls and objects")):
+    for key, title in (
+        ("schema_valid", "follow their schema"),
+        ("right", "right tool calls and objects"),
+    ):
         if not levels:
             return
         worst = min(levels, key=lambda level: level[key] / level["asked"])
@@ -443,11 +555,18 @@ def _kv(results: Mapping[str, Any]) -> Iterator[Figure | None]:
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Figure | None]]] = {
-    "compare": _compare, "rerun": _compare, "check": _check, "tools": _check, "spec": _spec, "kv eval": _kv,
-}  # fmt: skip
+    "compare": _compare,
+    "rerun": _compare,
+    "check": _check,
+    "tools": _check,
+    "spec": _spec,
+    "kv eval": _kv,
+}
 
 
-def _of(key: str, title: str, found: Mapping[str, Any] | None, unit: str, better: Better, sizes: str) -> Figure | None:
+def _of(
+    key: str, title: str, found: Mapping[str, Any] | None, unit: str, better: Better, sizes: str
+) -> Figure | None:
     value, lo, hi = (_number((found or {}).get(name)) for name in ("value", "lo", "hi"))
     if value is None:
         return None
@@ -466,7 +585,6 @@ def _number(value: Any) -> float | None:
     return float(value) if real else None
 
 
-# -----------------------------------------------------------------------------
 # A limit of a contract, judged on the interval of its figure.
 
 BOUNDED = {
@@ -483,7 +601,9 @@ SHARES = ("min_schema_valid", "min_right", "min_acceptance")
 
 @dataclass(frozen=True)
 class Ruled:
-    """A limit and what became of it: pass, fail, or inconclusive where its figure is unknown or its interval holds the limit."""
+    """A limit and what became of it: pass, fail, or inconclusive where its figure is unknown or its
+    interval holds the limit.
+    """
 
     name: str
     limit: float
@@ -497,12 +617,20 @@ class Ruled:
         figure = self.figure
         unit = figure.unit if figure else "%" if self.name in SHARES else ""
         shown = short(self.limit) + (f" {unit}" if unit else "")
-        return f"{figure.title if figure else self.name} {'≥' if self.name.startswith('min_') else '≤'} {shown}"
+        return (
+            f"{figure.title if figure else self.name}"
+            f" {'≥' if self.name.startswith('min_') else '≤'} {shown}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """One of `limits` of a part."""
         figure = self.figure.to_json() if self.figure else None
-        return {"name": self.name, "limit": self.limit, "verdict": self.verdict.value, "figure": figure}
+        return {
+            "name": self.name,
+            "limit": self.limit,
+            "verdict": self.verdict.value,
+            "figure": figure,
+        }
 
 
 def rule(name: str, limit: float, measured: Iterable[Figure]) -> Ruled:
@@ -510,7 +638,9 @@ def rule(name: str, limit: float, measured: Iterable[Figure]) -> Ruled:
     key, finding_id = BOUNDED[name]
     figure = next((f for f in measured if f.key == key), None)
     scaled = 100 * limit if name in SHARES else limit
-    return Ruled(name, scaled, figure, _verdict(figure, scaled, name.startswith("min_")), finding_id)
+    return Ruled(
+        name, scaled, figure, _verdict(figure, scaled, name.startswith("min_")), finding_id
+    )
 
 
 def _verdict(figure: Figure | None, limit: float, least: bool) -> Verdict:

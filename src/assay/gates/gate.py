@@ -1,7 +1,8 @@
-"""`assay gate`: run every section of a contract, judge its limits, say what changed since the last good run.
+"""`assay gate`: run every section of a contract, judge its limits, say what changed since the last
+good run.
 
-A section that cannot be run is an error of the gate, one whose evidence is too thin leaves it inconclusive: nothing passes
-that was not examined.
+A section that cannot be run is an error of the gate, one whose evidence is too thin leaves it
+inconclusive: nothing passes that was not examined.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import printable
-from assay.gates.contract import DEFAULT, SECTIONS, Contract, Figure, Ruled, figures, read_contract, rule
+from assay.gates.contract import (
+    DEFAULT,
+    SECTIONS,
+    Contract,
+    Figure,
+    Ruled,
+    figures,
+    read_contract,
+    rule,
+)
 from assay.options import Options, option
 from assay.progress import NO_PROGRESS, Progress
 from assay.report import markdown
@@ -44,9 +54,15 @@ class GateOptions(Options):
     VERB = "gate"
 
     contract: Path = option(DEFAULT, "The contract.", metavar="FILE")
-    server: str | None = option(None, "Server to examine in place of the contract's.", metavar="URL")
-    baseline: Path | None = option(None, "Result of the last good run (its --json): say what changed.")
-    summary: Path | None = option(None, "Append a short Markdown summary to this file, such as $GITHUB_STEP_SUMMARY.")
+    server: str | None = option(
+        None, "Server to examine in place of the contract's.", metavar="URL"
+    )
+    baseline: Path | None = option(
+        None, "Result of the last good run (its --json): say what changed."
+    )
+    summary: Path | None = option(
+        None, "Append a short Markdown summary to this file, such as $GITHUB_STEP_SUMMARY."
+    )
     lint: bool = option(False, "Only read the contract; examine nothing.")
 
 
@@ -85,7 +101,9 @@ class Part:
         }
 
     def findings(self) -> list[Finding]:
-        """Those of the report, which say of what part they are, and one for each limit that is not known to hold."""
+        """Those of the report, which say of what part they are, and one for each limit that is not
+        known to hold.
+        """
         own = [replace(f, evidence={"part": self.name, **f.evidence}) for f in self.report.findings]
         broken = [r for r in self.limits if r.verdict is not Verdict.PASS]
         if self.report.verdict is Verdict.ERROR:  # that nothing was measured is said already
@@ -94,14 +112,18 @@ class Part:
 
 
 def run_gate(options: GateOptions | None = None, progress: Progress = NO_PROGRESS) -> Report:
-    """Hold a deployment to its contract. UsageError for a contract or a baseline that makes no sense, before anything is run."""
+    """Hold a deployment to its contract. UsageError for a contract or a baseline that makes no
+    sense, before anything is run.
+    """
     options = options or GateOptions()
     contract = read_contract(options.contract, options.server)
     before = read_baseline(options.baseline) if options.baseline else None
     if options.lint:
         return _linted(contract)
     if options.summary and not options.summary.parent.is_dir():
-        raise UsageError(f"--summary {options.summary}: its folder does not exist", remedy="make it first")
+        raise UsageError(
+            f"--summary {options.summary}: its folder does not exist", remedy="make it first"
+        )
     parts: list[Part] = []
     servers = Servers(contract)
     cut = False
@@ -122,11 +144,12 @@ def run_gate(options: GateOptions | None = None, progress: Progress = NO_PROGRES
             with options.summary.open("a", encoding="utf-8") as file:
                 file.write(summary(report))
         except OSError as error:
-            raise UsageError(f"cannot write --summary {options.summary}: {error.strerror}") from error
+            raise UsageError(
+                f"cannot write --summary {options.summary}: {error.strerror}"
+            ) from error
     return report
 
 
-# -----------------------------------------------------------------------------
 # The parts.
 
 
@@ -146,7 +169,9 @@ _RUN: Mapping[str, Callable[[Contract, Any, Progress], Report]] = {
 
 
 def run_part(contract: Contract, name: str, progress: Progress = NO_PROGRESS) -> Part:
-    """Run one section. What cannot be examined is a part with the verdict `error`, so that the others are still run."""
+    """Run one section. What cannot be examined is a part with the verdict `error`, so that the
+    others are still run.
+    """
     begun = time.monotonic()
     try:
         report = _RUN[name](contract, contract.sections[name], progress)
@@ -168,7 +193,9 @@ def _broken(part: Part, ruled: Ruled) -> Finding:
     """The finding of a limit that does not hold, or of which that is not known."""
     figure, fails = ruled.figure, ruled.verdict is Verdict.FAIL
     if figure is None:
-        title = f"the contract sets {ruled.name}, and [{part.name}] measured no such figure that counts"
+        title = (
+            f"the contract sets {ruled.name}, and [{part.name}] measured no such figure that counts"
+        )
         remedy = "read the other findings of this part; a speed of incoherent text does not count"
     else:
         says = "does not hold" if fails else "is undecided"
@@ -185,12 +212,14 @@ def _broken(part: Part, ruled: Ruled) -> Finding:
 
 _MORE = {
     "check": "time more rounds: `repeats = 15` in [check]",
-    "tools": "the suite has 48 questions, and even 48 right answers prove no more than 92.6 %: ask for less",
+    "tools": (
+        "the suite has 48 questions, and even 48 right answers prove no more than 92.6 %: ask for"
+        " less"
+    ),
     "spec": "give a longer log, or more requests in [spec]",
     "compare": "score more windows",
 }
 
-# -----------------------------------------------------------------------------
 # Which server answers: all parts must have examined the same one.
 
 LOOKS = 3
@@ -218,9 +247,12 @@ class Servers:
                 ) as engine,
             ):  # fmt: skip
                 who = {
-                    "kind": engine.identity.kind, "version": engine.identity.version, "model": engine.model,
-                    "max_model_len": engine.max_model_len, **engine.identity.facts,
-                }  # fmt: skip
+                    "kind": engine.identity.kind,
+                    "version": engine.identity.version,
+                    "model": engine.model,
+                    "max_model_len": engine.max_model_len,
+                    **engine.identity.facts,
+                }
                 if who not in self.seen:
                     self.seen.append(who)
 
@@ -240,17 +272,22 @@ class Servers:
                 f"not one server answered at the address all the time: {_told(differs)}",
                 "The parts did not examine the same deployment, so the whole is not judged.",
                 evidence=differs,
-                causes=("two servers behind one address", "the server was restarted with another model or version"),
+                causes=(
+                    "two servers behind one address",
+                    "the server was restarted with another model or version",
+                ),
                 remedies=("run the gate against one server, by its own address",),
             )
         ]
 
 
 def _told(differs: Mapping[str, Sequence[Any]]) -> str:
-    return "; ".join(f"{name} {' then '.join(one_line(str(v)) for v in values)}" for name, values in differs.items())
+    return "; ".join(
+        f"{name} {' then '.join(one_line(str(v)) for v in values)}"
+        for name, values in differs.items()
+    )
 
 
-# -----------------------------------------------------------------------------
 # The last good run, and what changed since.
 
 
@@ -268,7 +305,9 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Change:
-    """Something that is not as it was; `direction` is better, worse, changed, or the same within the intervals."""
+    """Something that is not as it was; `direction` is better, worse, changed, or the same within
+    the intervals.
+    """
 
     part: str
     what: str
@@ -285,11 +324,18 @@ def read_baseline(path: Path) -> Baseline:
             raise ValueError("another kind of report")
         parts = {part["name"]: part for part in data["results"]["parts"]}
         for part in parts.values():
-            part["verdict"], part["findings"] = str(part["verdict"]), set(map(str, part["findings"]))
+            part["verdict"], part["findings"] = (
+                str(part["verdict"]),
+                set(map(str, part["findings"])),
+            )
             _files(part["results"]), part["subject"].keys()
-        measured = {name: {f.key: f for f in figures(name, p["results"])} for name, p in parts.items()}
+        measured = {
+            name: {f.key: f for f in figures(name, p["results"])} for name, p in parts.items()
+        }
         contract = data["results"]["contract"]["sha256"]
-        return Baseline(path.name, str(data["verdict"]), contract, parts, measured, dict(data["environment"]))
+        return Baseline(
+            path.name, str(data["verdict"]), contract, parts, measured, dict(data["environment"])
+        )
     except OSError as error:
         raise UsageError(f"cannot read the baseline {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -303,7 +349,9 @@ def changes(contract: Contract, parts: Iterable[Part], before: Baseline) -> Iter
     """What is not as it was, and every figure beside its old value."""
     if contract.sha256 != before.sha256:
         yield Change("", "the contract", str(before.sha256)[:12], contract.sha256[:12], "changed")
-    yield from _differences("", "package", before.environment.get("packages"), describe()["packages"])
+    yield from _differences(
+        "", "package", before.environment.get("packages"), describe()["packages"]
+    )
     seen = set()
     for part in parts:
         seen.add(part.name)
@@ -314,16 +362,32 @@ def changes(contract: Contract, parts: Iterable[Part], before: Baseline) -> Iter
         if old["verdict"] != part.verdict.value:
             ranks = [v.value for v in _WORST_LAST]
             worse = ranks.index(part.verdict.value) > _rank(old["verdict"], ranks)
-            yield Change(part.name, "verdict", old["verdict"], part.verdict.value, "worse" if worse else "better")
+            yield Change(
+                part.name,
+                "verdict",
+                old["verdict"],
+                part.verdict.value,
+                "worse" if worse else "better",
+            )
         yield from _subject_changes(part, old["subject"])
-        yield from _differences(part.name, "file", _files(old["results"]), _files(part.report.results))
+        yield from _differences(
+            part.name, "file", _files(old["results"]), _files(part.report.results)
+        )
         now = {f.id for f in part.findings()}
-        yield from (Change(part.name, "finding", "", id_, "new") for id_ in sorted(now - old["findings"]))
-        yield from (Change(part.name, "finding", id_, "", "gone") for id_ in sorted(old["findings"] - now))
+        yield from (
+            Change(part.name, "finding", "", id_, "new") for id_ in sorted(now - old["findings"])
+        )
+        yield from (
+            Change(part.name, "finding", id_, "", "gone") for id_ in sorted(old["findings"] - now)
+        )
         same_plan = _asked(part.report.results) == _asked(old["results"])
         for figure in part.figures:
             if earlier := before.figures[part.name].get(figure.key):
-                way = direction(earlier, figure) if same_plan else "not comparable: the contract changed"
+                way = (
+                    direction(earlier, figure)
+                    if same_plan
+                    else "not comparable: the contract changed"
+                )
                 yield Change(part.name, figure.title, earlier.text(), figure.text(), way)
     for name in before.parts.keys() - seen:
         yield Change(name, "part", before.parts[name]["verdict"], "not examined", "changed")
@@ -338,11 +402,15 @@ def _rank(verdict: str, ranks: Sequence[str]) -> int:
 
 def _files(results: Mapping[str, Any]) -> dict[str, str]:
     """The digests of a checkpoint's files, as far as they were hashed."""
-    return {str(f["path"]): str(f["sha256"])[:12] for f in results.get("files") or () if f.get("sha256")}
+    return {
+        str(f["path"]): str(f["sha256"])[:12] for f in results.get("files") or () if f.get("sha256")
+    }
 
 
 def _asked(results: Mapping[str, Any]) -> Any:
-    """What the figures of a part rest on, of compare's text the digests and sizes, of check its plan."""
+    """What the figures of a part rest on, of compare's text the digests and sizes, of check its
+    plan.
+    """
     return results.get("plan"), results.get("text")
 
 
@@ -350,7 +418,9 @@ def _subject_changes(part: Part, old: Mapping[str, Any]) -> Iterator[Change]:
     """Another server, model or engine; other files of a checkpoint."""
     new = part.report.subject
     names = ("model", "model_root", "max_model_len", "engine")
-    yield from _differences(part.name, "", {n: old.get(n) for n in names}, {n: new.get(n) for n in names if n in new})
+    yield from _differences(
+        part.name, "", {n: old.get(n) for n in names}, {n: new.get(n) for n in names if n in new}
+    )
     yield from _differences(part.name, "server", old.get("server"), new.get("server"))
 
 
@@ -360,7 +430,13 @@ def _differences(part: str, kind: str, old: Any, new: Any) -> Iterator[Change]:
         return
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
-            yield Change(part, f"{kind} {name}".strip(), _cell(old.get(name)), _cell(new.get(name)), "changed")
+            yield Change(
+                part,
+                f"{kind} {name}".strip(),
+                _cell(old.get(name)),
+                _cell(new.get(name)),
+                "changed",
+            )
 
 
 def _cell(value: Any) -> str:
@@ -380,7 +456,6 @@ def direction(old: Figure, new: Figure) -> str:
     return "better" if higher == (new.better == "higher") else "worse"
 
 
-# -----------------------------------------------------------------------------
 # The report.
 
 
@@ -400,23 +475,35 @@ def gate_report(
         command="gate",
         verdict=verdict,
         subject={
-            "name": subject.name, "contract": contract.where, "server": printable(servers.url) if servers.url else None,
+            "name": subject.name,
+            "contract": contract.where,
+            "server": printable(servers.url) if servers.url else None,
             "checkpoint": subject.checkpoint if "verify" in contract.sections else None,
-            "reference": printable(str(contract.reference)) if "compare" in contract.sections else None,
+            "reference": (
+                printable(str(contract.reference)) if "compare" in contract.sections else None
+            ),
         },
         findings=findings,
         results={
-            "contract": {"file": contract.where, "sha256": contract.sha256, "sections": list(contract.sections)},
+            "contract": {
+                "file": contract.where,
+                "sha256": contract.sha256,
+                "sections": list(contract.sections),
+            },
             "parts": [part.to_json() for part in parts],
             "not_run": missing,
             "servers": servers.seen,
-            "baseline": {"file": before.name, "verdict": before.verdict, "changes": changed} if before else None,
+            "baseline": (
+                {"file": before.name, "verdict": before.verdict, "changes": changed}
+                if before
+                else None
+            ),
         },
         environment=describe(),
         blocks=_blocks(parts, missing, changed, before),
         interrupted=interrupted,
         summary=_sentence(parts, missing, who),
-    )  # fmt: skip
+    )
 
 
 def _worse(changed: Iterable[Change], before: Baseline | None) -> Iterator[Finding]:
@@ -461,7 +548,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _blocks(
-    parts: Sequence[Part], missing: Sequence[str], changed: Sequence[Change], before: Baseline | None
+    parts: Sequence[Part],
+    missing: Sequence[str],
+    changed: Sequence[Change],
+    before: Baseline | None,
 ) -> list[Block]:
     rows = []
     for part in parts:
@@ -475,7 +565,14 @@ def _blocks(
     if before:
         cells = [(c.part, c.what, c.before, c.now, c.direction) for c in changed]
         note = "" if cells else "nothing"
-        found.append(Table(f"Since {before.name}", ("part", "what", "then", "now", "direction"), cells, note=note))
+        found.append(
+            Table(
+                f"Since {before.name}",
+                ("part", "what", "then", "now", "direction"),
+                cells,
+                note=note,
+            )
+        )
     for part in parts:
         for block in part.report.blocks:
             if isinstance(block, Quote) and part.report.verdict is Verdict.PASS:
@@ -515,9 +612,15 @@ def _linted(contract: Contract) -> Report:
         verdict=Verdict.PASS,
         subject={"contract": contract.where},
         results={
-            "contract": {"file": contract.where, "sha256": contract.sha256, "sections": list(contract.sections)},
-            "parts": [], "not_run": list(contract.sections), "limits": limits,
+            "contract": {
+                "file": contract.where,
+                "sha256": contract.sha256,
+                "sections": list(contract.sections),
+            },
+            "parts": [],
+            "not_run": list(contract.sections),
+            "limits": limits,
         },
         blocks=(Table("Sections of the contract", ("section", "limits"), rows),),
         summary="The contract can be read; nothing was examined.",
-    )  # fmt: skip
+    )

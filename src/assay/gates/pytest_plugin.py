@@ -3,8 +3,9 @@
     @pytest.mark.assay_gate("assay.toml")
     def test_the_deployment_keeps_its_contract(): ...
 
-A gate is run once a session for the same contract and options. A test fails unless the verdict is pass: what is undecided or
-could not be examined is no pass. Nothing of assay is imported before a test asks for a gate.
+A gate is run once a session for the same contract and options. A test fails unless the verdict is
+pass: what is undecided or could not be examined is no pass. Nothing of assay is imported before a
+test asks for a gate.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _KEPT = pytest.StashKey[dict[str, Any]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--assay-server`, and the contract that is meant where a test names none."""
     group = parser.getgroup("assay", "assay: hold a deployment to its contract")
-    group.addoption("--assay-server", metavar="URL", help="server to examine in place of the contract's")
+    group.addoption(
+        "--assay-server", metavar="URL", help="server to examine in place of the contract's"
+    )
     group.addoption("--assay-contract", metavar="FILE", help="contract of tests that name none")
     parser.addini("assay_contract", "contract of tests that name none", default="assay.toml")
 
@@ -35,13 +38,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known."""
     config.addinivalue_line(
-        "markers", f"{MARKER}(contract, **options): run `assay gate` first; the test fails unless it passes"
+        "markers",
+        f"{MARKER}(contract, **options): run `assay gate` first; the test fails unless it passes",
     )
 
 
 @pytest.fixture(scope="session")
 def assay_gate(request: pytest.FixtureRequest) -> Callable[..., Report]:
-    """`assay_gate(contract=None, **options)` runs a gate and gives its report; the options are those of `assay.gate`."""
+    """`assay_gate(contract=None, **options)` runs a gate and gives its report; the options are
+    those of `assay.gate`.
+    """
     return lambda contract=None, **options: _run(request.config, contract, options)
 
 
@@ -75,7 +81,10 @@ def _run(config: pytest.Config, contract: str | Path | None, options: dict[str, 
             kept[key] = error
     found = kept[key]
     if isinstance(found, AssayError):
-        pytest.fail(f"assay gate: {found.message}" + (f" ({found.remedy})" if found.remedy else ""), pytrace=False)
+        pytest.fail(
+            f"assay gate: {found.message}" + (f" ({found.remedy})" if found.remedy else ""),
+            pytrace=False,
+        )
     report: Report = found
     return report
 
@@ -85,7 +94,9 @@ def _told(report: Report) -> str:
     from assay.report.text import VERDICTS, one_line, sentence
 
     lines = [f"assay gate: {VERDICTS[report.verdict].word}: {sentence(report)}"]
-    ranked = sorted(report.findings, key=lambda f: ("error", "warning", "info").index(f.severity.value))
+    ranked = sorted(
+        report.findings, key=lambda f: ("error", "warning", "info").index(f.severity.value)
+    )
     for finding in ranked[:_LINES]:
         lines.append(f"  {finding.severity.value}: {one_line(finding.title)}")
         lines += [f"    {one_line(remedy)}" for remedy in finding.remedies[:1]]

@@ -1,24 +1,48 @@
-"""The laboratory: research on top of the core. Nothing outside `lab` and `cli` imports it.
-
-`codec(SPEC).attached(model)` puts a KV codec into a plain model of transformers. `quantisation` and `trellis` are the maths
-that weights and KV codecs share; `kv`, `heads` and `gap` have the commands, and `options` what each is asked for.
+"""The former place of the laboratory: a package of its own now. The old names work for one version,
+with a warning.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import Any
 
-if TYPE_CHECKING:  # the command line reads its options from here, without torch
-    from pathlib import Path
+from assay.plugins import packages
 
-    from assay.lab.kv.resident import AttachableCodec
+_PACKAGE = next((name for name in packages("assay.verbs") if name.endswith("_lab")), None)
+if _PACKAGE is None:
+    raise ImportError("assay.lab is a package of its own: pip install 'llm-assay[lab]'")
+warnings.warn(
+    f"assay.lab is called {_PACKAGE} now; the old name goes with version 0.4",
+    DeprecationWarning,
+    stacklevel=2,
+)
 
 
-def codec(spec: str, *, calibration: str | Path | None = None) -> AttachableCodec:
-    """The codec of a SPEC such as `hadamard(bits=4)`; `calibration`: a file of `assay kv calibrate`.
+class _Renamed(MetaPathFinder, Loader):
+    """Finds `assay.lab.…` as the module of the same name in the laboratory's own package."""
 
-    UsageError for a wrong SPEC, AssayError where it learns from a calibration and none is given.
-    """
-    from assay.lab.kv.resident import AttachableCodec
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return spec_from_loader(name, self) if name.startswith(f"{__name__}.") else None
 
-    return AttachableCodec.of(spec, calibration)
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return import_module(f"{_PACKAGE}{spec.name.removeprefix(__name__)}")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The module was run when it was imported by its own name."""
+
+
+sys.meta_path.insert(0, _Renamed())
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(import_module(str(_PACKAGE)), name)

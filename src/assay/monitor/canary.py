@@ -1,7 +1,8 @@
-"""One round of probes at a serving process: scored texts, greedy tokens, one short text, one tool call, its counters.
+"""One round of probes at a serving process: scored texts, greedy tokens, one short text, one tool
+call, its counters.
 
-A round never raises for what a server sends: the round says what it was. It asks for as much as a budget of server
-time allows, and never more.
+A round never raises for what a server sends: the round says what it was. It asks for as much as a
+budget of server time allows, and never more.
 """
 
 from __future__ import annotations
@@ -34,22 +35,38 @@ T = TypeVar("T")
 
 TEXT_TOKENS = 16
 MOST_CHARS = 200
-"""Of whatever a server says: no answer may fill the memory or the disk of a watch that runs for months."""
+"""Of whatever a server says: no answer may fill the memory or the disk of a watch that runs for
+months.
+"""
 GARBAGE_BITS = 3.0
-"""Bits per byte of plain English at which a model predicts nothing: letters drawn at random cost about 4.7."""
+"""Bits per byte of plain English at which a model predicts nothing: letters drawn at random cost
+about 4.7.
+"""
 _TEXT = "Name three kinds of fruit and say in one sentence why people like each of them."
 _COMPLETED = "Three kinds of fruit that many people like are"
 _CHARS = 420
 """Characters of each fixed text that is scored: about a hundred tokens."""
 _LIKELY = (
-    "The capital of France is the city of", "One, two, three, four, five, six,", "Monday, Tuesday, Wednesday, Thursday,",
-    "January, February, March, April, May,", "def add(a, b):\n    return a", "Roses are red, violets are",
-    "The sun rises in the east and sets in the", "for i in range(10):\n    print(", "Once upon a", "10 + 10 = 20, 20 + 20 =",
-    "A, B, C, D, E, F,", "The opposite of hot is",
-)  # fmt: skip
+    "The capital of France is the city of",
+    "One, two, three, four, five, six,",
+    "Monday, Tuesday, Wednesday, Thursday,",
+    "January, February, March, April, May,",
+    "def add(a, b):\n    return a",
+    "Roses are red, violets are",
+    "The sun rises in the east and sets in the",
+    "for i in range(10):\n    print(",
+    "Once upon a",
+    "10 + 10 = 20, 20 + 20 =",
+    "A, B, C, D, E, F,",
+    "The opposite of hot is",
+)
 _QUEUED = ("vllm:num_requests_waiting", "llamacpp:requests_deferred", "sglang:num_queue_reqs")
 _RUNNING = ("vllm:num_requests_running", "llamacpp:requests_processing", "sglang:num_running_reqs")
-_WRITTEN = ("vllm:generation_tokens_total", "llamacpp:tokens_predicted_total", "sglang:generation_tokens_total")
+_WRITTEN = (
+    "vllm:generation_tokens_total",
+    "llamacpp:tokens_predicted_total",
+    "sglang:generation_tokens_total",
+)
 TRIES = 5
 """Times that a server is asked anew what it can do, where a time-out left that open."""
 STILL = 3
@@ -72,7 +89,9 @@ class State(StrEnum):
 
 @dataclass
 class Round:
-    """What one round measured. Values are by item; `cost_s` is the time of the server that the requests took."""
+    """What one round measured. Values are by item; `cost_s` is the time of the server that the
+    requests took.
+    """
 
     state: State = State.OK
     reason: str = ""
@@ -103,7 +122,9 @@ class Round:
 
 @dataclass
 class Budget:
-    """Server time for the canary: a share of the time that passes, saved up for at most `saved_s` seconds."""
+    """Server time for the canary: a share of the time that passes, saved up for at most `saved_s`
+    seconds.
+    """
 
     load: float
     saved_s: float
@@ -122,7 +143,9 @@ class Budget:
         return sum(typical(self.costs[k]) for k in kinds if k in self.costs)
 
     def took(self, kind: str, seconds: float) -> float:
-        """Note the cost of a request; what is charged for it, which other people's load does not raise."""
+        """Note the cost of a request; what is charged for it, which other people's load does not
+        raise.
+        """
         self.costs.setdefault(kind, deque(maxlen=20)).append(seconds)
         return min(seconds, typical(self.costs[kind]))
 
@@ -136,7 +159,9 @@ class Budget:
         return max(0.0, (min(needed, self.saved_s) - self.left) / self.load)
 
     def measured(self, now: float) -> float | None:
-        """Share of the time since the oldest of the last rounds that the canary's requests took of the server."""
+        """Share of the time since the oldest of the last rounds that the canary's requests took of
+        the server.
+        """
         if len(self.spent) < 2 or now <= self.spent[0][0]:
             return None
         return sum(cost for _, cost in list(self.spent)[1:]) / (now - self.spent[0][0])
@@ -158,13 +183,23 @@ class Canary:
     ) -> None:
         self.url, self.clock, self.interval_s = url, clock, interval_s
         self._connect = partial(
-            ServerEngine.connect, url, api_key_env=api_key_env,
-            limits=Limits(connect_s=min(5.0, timeout), silence_s=timeout, total_s=timeout, max_bytes=8 << 20, retries=0),
-        )  # fmt: skip
+            ServerEngine.connect,
+            url,
+            api_key_env=api_key_env,
+            limits=Limits(
+                connect_s=min(5.0, timeout),
+                silence_s=timeout,
+                total_s=timeout,
+                max_bytes=8 << 20,
+                retries=0,
+            ),
+        )
         self.budget = Budget(load, saved_s=10 * load * interval_s)
         self.engine: ServerEngine | None = None
         self.named, self.watched = model, ""
-        """The model that the user named; else that of the baseline, which is asked as long as the server lists it."""
+        """The model that the user named; else that of the baseline, which is asked as long as the
+        server lists it.
+        """
         self._turn = 0
         self._asked: dict[str, list[int]] = {}
         self._when: dict[str, list[int]] = {}
@@ -181,7 +216,9 @@ class Canary:
         return self.engine is not None and Capability.SCORE in self.engine.capabilities
 
     def wait(self) -> float:
-        """Seconds until the next round: the interval, or longer where the least round would take more than its share."""
+        """Seconds until the next round: the interval, or longer where the least round would take
+        more than its share.
+        """
         return max(self.interval_s, self.budget.wait(self.budget.expected(self._least())))
 
     def close(self) -> None:
@@ -205,7 +242,9 @@ class Canary:
             self._failed(found, error)
         except Exception as error:  # what a server sends must not end the watch
             found.state = State.BROKEN
-            found.reason = f"its answer cannot be read: {type(error).__name__}: {one_line(str(error))}"
+            found.reason = (
+                f"its answer cannot be read: {type(error).__name__}: {one_line(str(error))}"
+            )
         if found.state is State.OK:
             self._still = 0
         self.budget.spend(found.cost_s, self.clock())
@@ -226,7 +265,9 @@ class Canary:
             self._tries += 1
         engine = self.engine
         found.model = one_line(engine.model, MOST_CHARS)
-        found.version = one_line(f"{engine.identity.kind} {engine.identity.version or ''}", MOST_CHARS)
+        found.version = one_line(
+            f"{engine.identity.kind} {engine.identity.version or ''}", MOST_CHARS
+        )
         found.listed = tuple(one_line(name, MOST_CHARS) for name in engine.listed()[:1000])
         self._counters(found, engine)
         latencies = []
@@ -266,7 +307,11 @@ class Canary:
         chosen = self._least()
         left = self.budget.left - self.budget.expected(chosen)
         tools = self.engine is not None and Capability.TOOLS in self.engine.capabilities
-        extras = [*(["tool"] if tools else []), *(["score"] * 3 if self.scores else []), *["token"] * 5]
+        extras = [
+            *(["tool"] if tools else []),
+            *(["score"] * 3 if self.scores else []),
+            *["token"] * 5,
+        ]
         for kind in extras:
             # A kind whose cost is not known yet is asked once, for the budget to learn it.
             cost = self.budget.expected([kind])
@@ -278,8 +323,9 @@ class Canary:
     def _next(self, kind: str, count: int) -> int:
         """Which of `count` items of a kind to ask now, each once a round.
 
-        Half of the requests go to the first item that was not asked `LEARN` times yet, so that a first baseline is there
-        after a few rounds; the others to the item that was asked longest ago, so that what is learnt is watched meanwhile.
+        Half of the requests go to the first item that was not asked `LEARN` times yet, so that a
+        first baseline is there after a few rounds; the others to the item that was asked longest
+        ago, so that what is learnt is watched meanwhile.
         """
         asked = self._asked.setdefault(kind, [0] * count)
         last = self._when.setdefault(kind, [0] * count)
@@ -287,7 +333,11 @@ class Canary:
         left = [i for i in range(count) if (kind, i) not in self._round] or list(range(count))
         fresh = [i for i in left if asked[i] < LEARN]
         known = [i for i in left if asked[i] >= LEARN]
-        index = fresh[0] if fresh and (sum(asked) % 2 or not known) else min(known, key=last.__getitem__)
+        index = (
+            fresh[0]
+            if fresh and (sum(asked) % 2 or not known)
+            else min(known, key=last.__getitem__)
+        )
         asked[index] += 1
         last[index] = self._turn
         self._round.add((kind, index))
@@ -303,14 +353,22 @@ class Canary:
         return extra
 
     def _request(self, engine: ServerEngine, prompt: str, tokens: int, asked: str = "") -> Request:
-        """A greedy request for the continuation of `prompt`, or of the chat question `asked` where it has no completions."""
+        """A greedy request for the continuation of `prompt`, or of the chat question `asked` where
+        it has no completions.
+        """
         if Capability.COMPLETIONS in engine.capabilities:
-            return Request(prompt=prompt, max_tokens=tokens, seed=0, extra=self._extra(engine, False))
+            return Request(
+                prompt=prompt, max_tokens=tokens, seed=0, extra=self._extra(engine, False)
+            )
         question = asked or f"Continue this text, without repeating it: {prompt}"
-        return Request(messages=(user(question),), max_tokens=tokens, seed=0, extra=self._extra(engine, True))
+        return Request(
+            messages=(user(question),), max_tokens=tokens, seed=0, extra=self._extra(engine, True)
+        )
 
     def _token(self, found: Round, engine: ServerEngine) -> None:
-        """One greedy token: after a text that has one likely continuation, or in the middle of prose, in turn."""
+        """One greedy token: after a text that has one likely continuation, or in the middle of
+        prose, in turn.
+        """
         middles = [text[:160].rpartition(" ")[0] for text in passages()]
         prompts = [p for pair in zip(_LIKELY, middles, strict=True) for p in pair]
         index = self._next("token", len(prompts))
@@ -325,27 +383,39 @@ class Canary:
 
     def _text(self, found: Round, engine: ServerEngine) -> None:
         if Capability.CHAT in engine.capabilities:
-            request = Request(messages=(user(_TEXT),), max_tokens=TEXT_TOKENS, seed=0, extra=self._extra(engine, True))
+            request = Request(
+                messages=(user(_TEXT),),
+                max_tokens=TEXT_TOKENS,
+                seed=0,
+                extra=self._extra(engine, True),
+            )
         else:
             request = self._request(engine, _COMPLETED, TEXT_TOKENS)
         reply = engine.generate(request)
-        found.label = grade(reply.content[:4096], reasoning=reply.reasoning[:4096], finish_reason="stop").label.value
+        found.label = grade(
+            reply.content[:4096], reasoning=reply.reasoning[:4096], finish_reason="stop"
+        ).label.value
         found.head = one_line(_said(reply), 120)
 
     def _score(self, found: Round, engine: ServerEngine) -> None:
         index = self._next("score", len(passages()))
         text = passages()[index][:_CHARS].rpartition(" ")[0]
         scores = engine.score(text)
-        # The bytes of the whole text stand below: the baseline is of the same text, so the first token does not matter.
+        # The bytes of the whole text stand below: the baseline is of the same text, so the first
+        # token does not matter.
         found.bits[f"p{index:02d}"] = scores.nll / (len(text.encode()) * math.log(2.0))
 
     def _tool(self, found: Round, engine: ServerEngine) -> None:
         case = cases()[0]
         answer = answer_of(case, engine.generate(case.request()))
-        found.tools[case.key] = f"parsed={answer.parsed} valid={answer.schema_valid} right={answer.right}"
+        found.tools[case.key] = (
+            f"parsed={answer.parsed} valid={answer.schema_valid} right={answer.right}"
+        )
 
     def _counters(self, found: Round, engine: ServerEngine) -> None:
-        """What the page of metrics says: queue, tokens written, start of the process, speculation since enough drafts."""
+        """What the page of metrics says: queue, tokens written, start of the process, speculation
+        since enough drafts.
+        """
         if Capability.METRICS not in engine.capabilities:
             return
         try:
@@ -353,7 +423,9 @@ class Canary:
             metrics = parse_metrics(page)
         except (AssayError, ValueError):
             return
-        found.queued, found.running, found.written = (_first(metrics, n) for n in (_QUEUED, _RUNNING, _WRITTEN))
+        found.queued, found.running, found.written = (
+            _first(metrics, n) for n in (_QUEUED, _RUNNING, _WRITTEN)
+        )
         found.started = metrics.total("process_start_time_seconds")
         before, since = self._page
         now = self.clock()
@@ -362,7 +434,8 @@ class Canary:
                 live = between(before, page, now - since)
                 if (
                     not live.reset
-                    and (live.window.record.drafts or live.window.record.drafted or 0) < 4 * ENOUGH_DRAFTS
+                    and (live.window.record.drafts or live.window.record.drafted or 0)
+                    < 4 * ENOUGH_DRAFTS
                 ):
                     return
                 if not live.reset:
@@ -374,7 +447,10 @@ class Canary:
     def _judge(self, found: Round) -> None:
         """Garbage is told from a round by itself, with no baseline."""
         if found.label in ("degenerate", "empty"):
-            found.state, found.reason = State.BROKEN, f"its greedy text is {found.label}: {found.head!r}"
+            found.state, found.reason = (
+                State.BROKEN,
+                f"its greedy text is {found.label}: {found.head!r}",
+            )
         elif found.bits and min(found.bits.values()) > GARBAGE_BITS:
             bits = min(found.bits.values())
             found.state, found.reason = (
@@ -400,12 +476,16 @@ class Canary:
             self.close()  # what comes back may be another server
 
     def _silent(self, found: Round) -> None:
-        """No answer in time. A busy server still writes tokens for others, or has not been silent for long."""
+        """No answer in time. A busy server still writes tokens for others, or has not been silent
+        for long.
+        """
         lives = self._lives()
         if lives is not True:
             found.state = State.DOWN if lives is False else State.BROKEN
             if lives is None:
-                found.reason = f"it hangs: its page of health does not answer either; {found.reason}"
+                found.reason = (
+                    f"it hangs: its page of health does not answer either; {found.reason}"
+                )
             return
         before = self._before
         counts = before is not None and found.written is not None and before.written is not None
@@ -418,7 +498,9 @@ class Canary:
             found.reason = f"it hangs: it {nothing} for {self._still} rounds; {found.reason}"
 
     def _lives(self) -> bool | None:
-        """Whether its own page of health answers, or its list of models where it has none; None where that hangs too."""
+        """Whether its own page of health answers, or its list of models where it has none; None
+        where that hangs too.
+        """
         if self.engine is None:
             return True
         for page in ("/health", "/v1/models"):
@@ -429,7 +511,11 @@ class Canary:
                     continue
                 if error.finding_id == "server.timeout":
                     return None
-                return error.finding_id not in ("server.unreachable", "server.stream_cut", "server.failing")
+                return error.finding_id not in (
+                    "server.unreachable",
+                    "server.stream_cut",
+                    "server.failing",
+                )
             return True
         return True
 

@@ -1,15 +1,17 @@
 """Sequential change detection with a stated rate of false alarms.
 
-Every round of the canary gives each *quantity* one number: how far the scores of fixed texts lie from their baseline, or
-which share of the greedy tokens is another one. While nothing changes, the number's mean stays within a tolerance; an
-e-detector grows only where it does not.
+Every round of the canary gives each *quantity* one number: how far the scores of fixed texts lie
+from their baseline, or which share of the greedy tokens is another one. While nothing changes, the
+number's mean stays within a tolerance; an e-detector grows only where it does not.
 
-Formulas. With a one-sided null hypothesis E[x | past] ≤ m and x ≥ −a, every bet L = 1 + λ (x − m) / (m + a) with
-0 ≤ λ < 1 is a non-negative number of mean ≤ 1 (Waudby-Smith and Ramdas, J. R. Stat. Soc. B 86 (2024) 1, section 4). The
-Shiryaev–Roberts detector R ← (R + 1) L then has E[R at any stopping time τ] ≤ E[τ], so that the mean time to a false
-alarm of "R ≥ c" is at least c rounds whatever the distribution of x is (Shin, Ramdas and Rinaldo, New Engl. J. Stat.
-Data Sci. 2 (2024) 229, definition 2.2 and theorem 2.4; for a likelihood ratio Pollak, Ann. Stat. 15 (1987) 749). A mean over several
-λ keeps that. Here c = (quantities) × (rounds a month) / (false alarms a month), so all detectors together keep the rate.
+Formulas. With a one-sided null hypothesis E[x | past] ≤ m and x ≥ −a, every bet L = 1 + λ (x − m) /
+(m + a) with 0 ≤ λ < 1 is a non-negative number of mean ≤ 1 (Waudby-Smith and Ramdas, J. R. Stat.
+Soc. B 86 (2024) 1, section 4). The Shiryaev–Roberts detector R ← (R + 1) L then has E[R at any
+stopping time τ] ≤ E[τ], so that the mean time to a false alarm of "R ≥ c" is at least c rounds
+whatever the distribution of x is (Shin, Ramdas and Rinaldo, New Engl. J. Stat. Data Sci. 2 (2024)
+229, definition 2.2 and theorem 2.4; for a likelihood ratio Pollak, Ann. Stat. 15 (1987) 749). A
+mean over several λ keeps that. Here c = (quantities) × (rounds a month) / (false alarms a month),
+so all detectors together keep the rate.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from typing import Any
 
 MONTH_S = 30.44 * 86_400
 BETS = (0.1, 0.3, 0.6, 0.9)
-"""The λ over which a detector is averaged: small ones find small changes, large ones find large ones soon."""
+"""The λ over which a detector is averaged: small ones find small changes, large ones find large
+ones soon.
+"""
 LEARN = 5
 """First values of each item that make its baseline."""
 CALM = 30
@@ -31,9 +35,11 @@ CALM = 30
 
 @dataclass
 class Detector:
-    """Whether the mean of a number rose above `tolerance`: one mixture of Shiryaev–Roberts e-detectors.
+    """Whether the mean of a number rose above `tolerance`: one mixture of Shiryaev–Roberts
+    e-detectors.
 
-    Numbers are clipped to [−slack, cap]. `cap` bounds what one round can say, so that a single odd answer is no alarm.
+    Numbers are clipped to [−slack, cap]. `cap` bounds what one round can say, so that a single odd
+    answer is no alarm.
     """
 
     tolerance: float
@@ -49,7 +55,9 @@ class Detector:
         return fmean(self.sums)
 
     def update(self, x: float) -> bool:
-        """Take the number of a round; whether it raises the alarm, after which the detector starts anew."""
+        """Take the number of a round; whether it raises the alarm, after which the detector starts
+        anew.
+        """
         x = min(max(x, -self.slack), self.cap)
         gain = (x - self.tolerance) / (self.tolerance + self.slack)
         self.sums = [(r + 1.0) * (1.0 + bet * gain) for r, bet in zip(self.sums, BETS, strict=True)]
@@ -71,13 +79,17 @@ class Detector:
 
 
 def threshold(quantities: int, interval_s: float, per_month: float = 1.0) -> float:
-    """Limit of each of several detectors, so that all together raise at most `per_month` false alarms in a month."""
+    """Limit of each of several detectors, so that all together raise at most `per_month` false
+    alarms in a month.
+    """
     return quantities * MONTH_S / interval_s / per_month
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What counts as no change of a quantity, before its own noise is known; in the unit of the quantity."""
+    """What counts as no change of a quantity, before its own noise is known; in the unit of the
+    quantity.
+    """
 
     tolerance: float
     slack: float
@@ -93,10 +105,11 @@ SHARE = Scale(0.02, 0.0, 1.0)
 
 
 class Numbers:
-    """A numeric quantity: the mean difference of each item from its own baseline, watched upwards, downwards and in size.
+    """A numeric quantity: the mean difference of each item from its own baseline, watched upwards,
+    downwards and in size.
 
-    The baseline of an item is the mean of its first `LEARN` values. Tolerance and slack grow with the noise that those
-    showed, so a noisy server gives slower answers and no more false alarms.
+    The baseline of an item is the mean of its first `LEARN` values. Tolerance and slack grow with
+    the noise that those showed, so a noisy server gives slower answers and no more false alarms.
     """
 
     KINDS = ("up", "down", "spread")
@@ -135,7 +148,9 @@ class Numbers:
         if len(first) < LEARN:
             return
         self.base[item] = fmean(first)
-        spread = [x - self.base[i] for i, values in self.first.items() if i in self.base for x in values]
+        spread = [
+            x - self.base[i] for i, values in self.first.items() if i in self.base for x in values
+        ]
         # Unbiased for LEARN values around their own mean.
         self.noise = math.sqrt(fmean(x * x for x in spread) * LEARN / (LEARN - 1))
         self.apart = fmean(map(abs, spread))
@@ -189,7 +204,9 @@ class Answers:
 
     def update(self, answers: Mapping[str, str]) -> list[str]:
         """Take the answers of a round by item; `["changed"]` where it raises the alarm."""
-        compared = [answer != self.base[item] for item, answer in answers.items() if item in self.base]
+        compared = [
+            answer != self.base[item] for item, answer in answers.items() if item in self.base
+        ]
         for item, answer in answers.items():
             first = self.first.setdefault(item, [])
             if len(first) < LEARN:
@@ -208,7 +225,11 @@ class Answers:
 
     def state(self) -> dict[str, Any]:
         """What has to be kept, as plain JSON types."""
-        return {"first": self.first, "base": self.base, "sums": {"changed": self.detectors["changed"].sums}}
+        return {
+            "first": self.first,
+            "base": self.base,
+            "sums": {"changed": self.detectors["changed"].sums},
+        }
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Go on from what `state` gave."""
@@ -242,7 +263,9 @@ class Changes:
         self.measure(scores=scores)
 
     def measure(self, *, scores: bool) -> None:
-        """Take bits per byte of scored texts as the numbers, or those of greedy tokens; their baseline is learnt anew."""
+        """Take bits per byte of scored texts as the numbers, or those of greedy tokens; their
+        baseline is learnt anew.
+        """
         bits = ("bits_per_byte", BITS) if scores else ("bits_per_token", TOKEN_BITS)
         self.numbers = Numbers(*bits, self.limit)
 
@@ -283,7 +306,9 @@ class Changes:
         return raised, over
 
     def finds(self, change: float) -> float:
-        """About how many rounds a drift of the scores by `change` needs; infinite while the baseline is learnt."""
+        """About how many rounds a drift of the scores by `change` needs; infinite while the
+        baseline is learnt.
+        """
         up = self.numbers.detectors.get("up")
         return math.inf if up is None else up.rounds_to_find(change)
 
@@ -295,9 +320,14 @@ class Changes:
         """Go on from what `state` gave; ValueError, KeyError or TypeError where it is damaged."""
         for quantity in self.quantities:
             quantity.restore(kept[quantity.name])
-        self.standing = {str(k): {"calm": int(v["calm"]), "value": v["value"]} for k, v in kept["standing"].items()}
+        self.standing = {
+            str(k): {"calm": int(v["calm"]), "value": v["value"]}
+            for k, v in kept["standing"].items()
+        }
 
 
 def typical(costs: Sequence[float]) -> float:
-    """The usual cost of something in seconds: the median of the cheaper half, which other people's load did not touch."""
+    """The usual cost of something in seconds: the median of the cheaper half, which other people's
+    load did not touch.
+    """
     return median(sorted(costs)[: (len(costs) + 1) // 2])

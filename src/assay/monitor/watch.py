@@ -1,7 +1,9 @@
-"""`assay watch`: ask a round of the canary, judge it, tell what changed, keep the state; again and again.
+"""`assay watch`: ask a round of the canary, judge it, tell what changed, keep the state; again and
+again.
 
-The state (baselines, evidence, alarms) is kept after every round, so a watch that was stopped goes on where it was. Only
-rounds are counted, never the time of day, so a clock that is set changes nothing; memory and disk are bounded.
+The state (baselines, evidence, alarms) is kept after every round, so a watch that was stopped goes
+on where it was. Only rounds are counted, never the time of day, so a clock that is set changes
+nothing; memory and disk are bounded.
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ from assay.runs import Kept, cache_dir
 from assay.speculation.health import Health
 from assay.verdict import Finding, Metric, Report, Severity, Table, Verdict
 
-# -----------------------------------------------------------------------------
 # What others see of a watch: a page of Prometheus metrics, two pages of health, and a webhook.
 #
 # - `/metrics`: everything that is measured, as gauges and counters `assay_watch_…`.
@@ -52,7 +53,8 @@ def parse_listen(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not port.isdigit() or int(port) > 65_535:
         raise UsageError(
-            f"--listen {text!r} is no HOST:PORT", remedy="write it as 127.0.0.1:9877, or none to open no port"
+            f"--listen {text!r} is no HOST:PORT",
+            remedy="write it as 127.0.0.1:9877, or none to open no port",
         )
     return host.strip("[]") or "127.0.0.1", int(port)
 
@@ -67,49 +69,85 @@ class _Collector:
 
 
 def families(status: Mapping[str, Any]) -> Iterator[Family]:
-    """The status of a watch (`Watch.status`) as Prometheus metrics; what is not known has no sample."""
+    """The status of a watch (`Watch.status`) as Prometheus metrics; what is not known has no
+    sample.
+    """
 
     def gauge(name: str, about: str, value: Any) -> Iterator[Family]:
         if value is not None:
             yield GaugeMetricFamily(f"assay_watch_{name}", about, value=float(value))
 
-    info = GaugeMetricFamily("assay_watch_info", "What is watched.", labels=["url", "model", "server", "assay"])
+    info = GaugeMetricFamily(
+        "assay_watch_info", "What is watched.", labels=["url", "model", "server", "assay"]
+    )
     info.add_metric([status["url"], status["model"] or "", status["server"] or "", VERSION], 1.0)
     yield info
-    state = GaugeMetricFamily("assay_watch_state", "1 for the state that the server is in.", labels=["state"])
+    state = GaugeMetricFamily(
+        "assay_watch_state", "1 for the state that the server is in.", labels=["state"]
+    )
     for name in status["states"]:
         state.add_metric([name], float(name == status["state"]))
     yield state
-    rounds = CounterMetricFamily("assay_watch_rounds", "Rounds of the canary by their state.", labels=["state"])
+    rounds = CounterMetricFamily(
+        "assay_watch_rounds", "Rounds of the canary by their state.", labels=["state"]
+    )
     for name, count in status["rounds"].items():
         rounds.add_metric([name], float(count))
     yield rounds
     standing = GaugeMetricFamily("assay_watch_alarm", "1 while the alarm stands.", labels=["alarm"])
-    raised = CounterMetricFamily("assay_watch_alarms", "How often the alarm was raised.", labels=["alarm"])
+    raised = CounterMetricFamily(
+        "assay_watch_alarms", "How often the alarm was raised.", labels=["alarm"]
+    )
     for name in status["known_alarms"]:
         standing.add_metric([name], float(name in status["alarms"]))
         raised.add_metric([name], float(status["raised"].get(name, 0)))
     yield standing
     yield raised
     evidence = GaugeMetricFamily(
-        "assay_watch_evidence_ratio", "Evidence for a change; an alarm at 1.", labels=["quantity", "kind"]
+        "assay_watch_evidence_ratio",
+        "Evidence for a change; an alarm at 1.",
+        labels=["quantity", "kind"],
     )
     for name, value in status["evidence"].items():
         evidence.add_metric(name.split(".", 1), value)
     yield evidence
-    yield from gauge("text_score", "Bits per byte of the texts of the last round.", status["bits_per_byte"])
-    yield from gauge("difference", "Mean difference from the baseline, in the quantity's unit.", status["difference"])
-    yield from gauge("tolerance", "Differences of this size are no change.", status["tolerance"])
-    yield from gauge("first_tokens_changed_ratio", "Share of greedy tokens that changed.", status["tokens_changed"])
     yield from gauge(
-        "tool_call_changed", "1 if the tool call has another outcome than at first.", status["tool_changed"]
+        "text_score", "Bits per byte of the texts of the last round.", status["bits_per_byte"]
     )
-    yield from gauge("first_token_seconds", "Median seconds until a first token.", status["latency_s"])
+    yield from gauge(
+        "difference",
+        "Mean difference from the baseline, in the quantity's unit.",
+        status["difference"],
+    )
+    yield from gauge("tolerance", "Differences of this size are no change.", status["tolerance"])
+    yield from gauge(
+        "first_tokens_changed_ratio",
+        "Share of greedy tokens that changed.",
+        status["tokens_changed"],
+    )
+    yield from gauge(
+        "tool_call_changed",
+        "1 if the tool call has another outcome than at first.",
+        status["tool_changed"],
+    )
+    yield from gauge(
+        "first_token_seconds", "Median seconds until a first token.", status["latency_s"]
+    )
     yield from gauge("queue_length", "Requests that wait in the server.", status["queued"])
-    yield from gauge("acceptance_ratio", "Acceptance rate of speculative tokens.", status["acceptance"])
-    yield from gauge("load_ratio", "Share of one stream's time that the canary takes.", status["load"])
-    yield from gauge("interval_seconds", "Seconds from one round to the next.", status["interval_s"])
-    yield from gauge("detection_seconds", "Seconds in which a drift of 0.01 bits per byte is found.", status["finds_s"])
+    yield from gauge(
+        "acceptance_ratio", "Acceptance rate of speculative tokens.", status["acceptance"]
+    )
+    yield from gauge(
+        "load_ratio", "Share of one stream's time that the canary takes.", status["load"]
+    )
+    yield from gauge(
+        "interval_seconds", "Seconds from one round to the next.", status["interval_s"]
+    )
+    yield from gauge(
+        "detection_seconds",
+        "Seconds in which a drift of 0.01 bits per byte is found.",
+        status["finds_s"],
+    )
     yield from gauge("learning", "1 while the baseline is learnt.", status["learning"])
     yield from gauge("last_round_timestamp_seconds", "When the last round ended.", status["at"])
     yield CounterMetricFamily(
@@ -141,7 +179,11 @@ class Exporter:
                 elif path in ("/healthz", "/health_generate"):
                     good = now["alive"] if path == "/healthz" else now["generates"]
                     told = {k: now[k] for k in ("state", "reason", "alarms", "at", "alive")}
-                    code, kind, body = (200 if good else 503, "application/json", json.dumps(told).encode() + b"\n")
+                    code, kind, body = (
+                        200 if good else 503,
+                        "application/json",
+                        json.dumps(told).encode() + b"\n",
+                    )
                 self.send_response(code)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
@@ -162,7 +204,9 @@ class Exporter:
         self.port = self._server.server_address[1]
 
     def __enter__(self) -> Exporter:
-        threading.Thread(target=self._server.serve_forever, name="assay-watch-pages", daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, name="assay-watch-pages", daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,7 +215,8 @@ class Exporter:
 
 
 class Webhook:
-    """Posts messages as JSON from a thread of its own: a webhook that hangs delays no round. The last 100 wait.
+    """Posts messages as JSON from a thread of its own: a webhook that hangs delays no round. The
+    last 100 wait.
 
     The URL may hold a secret, so it is never shown.
     """
@@ -217,13 +262,14 @@ class Webhook:
         if attempt:
             time.sleep(self._pause * 4 ** (attempt - 1))
         try:
-            answer = httpx.post(self._url, json=message, timeout=10.0, headers={"User-Agent": f"assay/{VERSION}"})
+            answer = httpx.post(
+                self._url, json=message, timeout=10.0, headers={"User-Agent": f"assay/{VERSION}"}
+            )
         except (httpx.HTTPError, httpx.InvalidURL):
             return False
         return answer.is_success
 
 
-# -----------------------------------------------------------------------------
 # The watch itself.
 
 
@@ -243,7 +289,10 @@ class WatchOptions(Options):
     VERB, AREA = "watch", "server"
 
     interval: float = option(
-        60.0, "Seconds from one round to the next; longer where a round would take more than --load.", lo=1, hi=86_400
+        60.0,
+        "Seconds from one round to the next; longer where a round would take more than --load.",
+        lo=1,
+        hi=86_400,
     )
     load: float = option(
         0.01,
@@ -254,7 +303,10 @@ class WatchOptions(Options):
         hi=1,
     )
     false_alarms: float = option(
-        1.0, "Largest number of false alarms of change per month, over all detectors.", lo=0.001, hi=100
+        1.0,
+        "Largest number of false alarms of change per month, over all detectors.",
+        lo=0.001,
+        hi=100,
     )
     listen: str = option(
         "127.0.0.1:9877",
@@ -263,12 +315,21 @@ class WatchOptions(Options):
         apart=True,
     )
     webhook: str | None = option(
-        None, "URL that gets a JSON message for every alarm and every change of state.", metavar="URL", apart=True
+        None,
+        "URL that gets a JSON message for every alarm and every change of state.",
+        metavar="URL",
+        apart=True,
     )
-    rounds: int | None = option(None, "Stop after so many rounds; by default it never ends.", lo=1, apart=True)
-    new_baseline: bool = option(False, "Forget what was learnt of this server and learn its model anew.", apart=True)
+    rounds: int | None = option(
+        None, "Stop after so many rounds; by default it never ends.", lo=1, apart=True
+    )
+    new_baseline: bool = option(
+        False, "Forget what was learnt of this server and learn its model anew.", apart=True
+    )
     model: str | None = option(None, "Model to ask; default: the first the server lists.")
-    api_key_env: str | None = option(None, "Environment variable that holds the API key.", metavar="NAME", apart=True)
+    api_key_env: str | None = option(
+        None, "Environment variable that holds the API key.", metavar="NAME", apart=True
+    )
     timeout: float = option(20.0, "Seconds that one answer may take.", lo=1, hi=600, apart=True)
 
 
@@ -288,35 +349,73 @@ _CHANGED = (
     "another release of the engine, another kernel, KV dtype or attention backend",
     "memory or a shard that was damaged",
 )
-_LOOK = ("assay check URL --identity REFERENCE", "if the change was wanted: assay watch URL --new-baseline")
+_LOOK = (
+    "assay check URL --identity REFERENCE",
+    "if the change was wanted: assay watch URL --new-baseline",
+)
 ALARMS: Mapping[str, Alarm] = {
-    "down": Alarm("server.down", "nothing answers", ("the process ended", "the network or a proxy"), ("look into the server's log",)),
+    "down": Alarm(
+        "server.down",
+        "nothing answers",
+        ("the process ended", "the network or a proxy"),
+        ("look into the server's log",),
+    ),
     "broken": Alarm(
-        "server.broken", "its answers are garbage or errors",
-        ("weights, cache or kernels are damaged", "the engine's process hangs or died behind its front end"),
+        "server.broken",
+        "its answers are garbage or errors",
+        (
+            "weights, cache or kernels are damaged",
+            "the engine's process hangs or died behind its front end",
+        ),
         ("take it out of the load balancer and run assay check URL",),
     ),
-    "bits_per_byte.up": Alarm("server.drift", "it predicts fixed texts worse than at first", _CHANGED, _LOOK),
-    "bits_per_byte.down": Alarm("server.drift", "it predicts fixed texts better than at first", _CHANGED, _LOOK),
-    "bits_per_byte.spread": Alarm("server.drift", "its scores of fixed texts moved, some up and some down", _CHANGED, _LOOK),
-    "bits_per_token.up": Alarm("server.drift", "its likeliest tokens are less likely than at first", _CHANGED, _LOOK),
-    "bits_per_token.down": Alarm("server.drift", "its likeliest tokens are more likely than at first", _CHANGED, _LOOK),
-    "bits_per_token.spread": Alarm("server.drift", "the probabilities of its likeliest tokens moved", _CHANGED, _LOOK),
-    "first_tokens.changed": Alarm("server.tokens_changed", "its greedy first tokens are others than at first", _CHANGED, _LOOK),
-    "tool_call.changed": Alarm(
-        "server.tool_call_changed", "a tool call has another outcome than at first",
-        ("the tool parser or the chat template changed", *_CHANGED), ("assay check URL --suite tools", *_LOOK),
+    "bits_per_byte.up": Alarm(
+        "server.drift", "it predicts fixed texts worse than at first", _CHANGED, _LOOK
     ),
-    "model": Alarm("server.model_changed", "it no longer lists the model that is watched", ("another model was deployed here",), _LOOK),
+    "bits_per_byte.down": Alarm(
+        "server.drift", "it predicts fixed texts better than at first", _CHANGED, _LOOK
+    ),
+    "bits_per_byte.spread": Alarm(
+        "server.drift", "its scores of fixed texts moved, some up and some down", _CHANGED, _LOOK
+    ),
+    "bits_per_token.up": Alarm(
+        "server.drift", "its likeliest tokens are less likely than at first", _CHANGED, _LOOK
+    ),
+    "bits_per_token.down": Alarm(
+        "server.drift", "its likeliest tokens are more likely than at first", _CHANGED, _LOOK
+    ),
+    "bits_per_token.spread": Alarm(
+        "server.drift", "the probabilities of its likeliest tokens moved", _CHANGED, _LOOK
+    ),
+    "first_tokens.changed": Alarm(
+        "server.tokens_changed", "its greedy first tokens are others than at first", _CHANGED, _LOOK
+    ),
+    "tool_call.changed": Alarm(
+        "server.tool_call_changed",
+        "a tool call has another outcome than at first",
+        ("the tool parser or the chat template changed", *_CHANGED),
+        ("assay check URL --suite tools", *_LOOK),
+    ),
+    "model": Alarm(
+        "server.model_changed",
+        "it no longer lists the model that is watched",
+        ("another model was deployed here",),
+        _LOOK,
+    ),
     "several_servers": Alarm(
-        "server.several_servers", "several servers answer at this address",
-        ("a load balancer before replicas",), ("watch each replica by itself",), Severity.WARNING,
+        "server.several_servers",
+        "several servers answer at this address",
+        ("a load balancer before replicas",),
+        ("watch each replica by itself",),
+        Severity.WARNING,
     ),
     "speculation": Alarm(
-        "speculation.broken", "next to no speculative token is accepted any more",
-        ("the draft head was not loaded", "target and drafter are no longer of one model"), ("assay spec URL",),
+        "speculation.broken",
+        "next to no speculative token is accepted any more",
+        ("the draft head was not loaded", "target and drafter are no longer of one model"),
+        ("assay spec URL",),
     ),
-}  # fmt: skip
+}
 
 
 def run_watch(
@@ -329,10 +428,12 @@ def run_watch(
     wall: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = lambda seconds: time.sleep(seconds),
 ) -> Report:
-    """Watch the OpenAI-compatible server at `url` until interrupted, or for `options.rounds` rounds.
+    """Watch the OpenAI-compatible server at `url` until interrupted, or for `options.rounds`
+    rounds.
 
-    Raises UsageError for options that make no sense; a server that does not answer is watched until it does. The
-    clocks (monotonic and wall, in seconds) and the canary can be given, for tests and simulations.
+    Raises UsageError for options that make no sense; a server that does not answer is watched until
+    it does. The clocks (monotonic and wall, in seconds) and the canary can be given, for tests and
+    simulations.
     """
     options = options or WatchOptions()
     parse_url(url)
@@ -347,7 +448,10 @@ def run_watch(
         if options.listen != "none":
             parse_listen(options.listen)
             exporter = held.enter_context(Exporter(options.listen, watch.status))
-            say(f"metrics at http://{options.listen.rpartition(':')[0] or '127.0.0.1'}:{exporter.port}/metrics")
+            say(
+                "metrics at"
+                f" http://{options.listen.rpartition(':')[0] or '127.0.0.1'}:{exporter.port}/metrics"
+            )
         interrupted = False
         try:
             while True:
@@ -366,7 +470,9 @@ def run_watch(
 
 @contextlib.contextmanager
 def _once_is_enough() -> Iterator[None]:
-    """No further Ctrl-C or SIGTERM for the seconds that the report takes: `timeout` and shells send two at once."""
+    """No further Ctrl-C or SIGTERM for the seconds that the report takes: `timeout` and shells send
+    two at once.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -411,7 +517,9 @@ class Watch:
     def __post_init__(self) -> None:
         self.where = without_credentials(self.url)
         self.webhook = Webhook(self.options.webhook) if self.options.webhook else None
-        self.kept = Kept(cache_dir("watch"), {"watch": _FORMAT, "url": self.where, "model": self.options.model})
+        self.kept = Kept(
+            cache_dir("watch"), {"watch": _FORMAT, "url": self.where, "model": self.options.model}
+        )
         self.acceptance: float | None = None
         self.bits: float | None = None
         self.waited = self.options.interval
@@ -468,7 +576,9 @@ class Watch:
         self.model = self.model or found.model
         if found.listed and self.model and self.options.model is None:
             if self.model not in found.listed:
-                self._raise("model", f"it lists {', '.join(found.listed[:3])}, and {self.model} no longer")
+                self._raise(
+                    "model", f"it lists {', '.join(found.listed[:3])}, and {self.model} no longer"
+                )
             elif "model" in self.alarms:
                 self._over("model")
         if found.started is not None and (not self.starts or found.started != self.starts[-1]):
@@ -491,7 +601,9 @@ class Watch:
         changes = self._changes_for(found)
         if found.bits:
             self.bits = math.fsum(found.bits.values()) / len(found.bits)
-        raised, over = changes.update(found.bits if changes.scores else found.token_bits, found.tokens, found.tools)
+        raised, over = changes.update(
+            found.bits if changes.scores else found.token_bits, found.tokens, found.tools
+        )
         for name in raised:
             self._raise(name, self._measured(name))
         for name in over:
@@ -499,9 +611,13 @@ class Watch:
                 self._over(name)
 
     def _changes_for(self, found: Round) -> Changes:
-        """The detectors, made for what the server can: after a restart it may score texts that it did not, or no more."""
+        """The detectors, made for what the server can: after a restart it may score texts that it
+        did not, or no more.
+        """
         if self.changes is None:
-            self.changes = Changes(self.options.interval, self.options.false_alarms, scores=bool(found.bits))
+            self.changes = Changes(
+                self.options.interval, self.options.false_alarms, scores=bool(found.bits)
+            )
         changes = self.changes
         other = found.bits if not changes.scores else found.token_bits if not found.bits else {}
         self.other = self.other + 1 if other else 0
@@ -509,7 +625,9 @@ class Watch:
             changes.measure(scores=not changes.scores)
             for name in [n for n in self.alarms if n.startswith("bits_per_")]:
                 self._over(name)
-            self._event("state", f"it {'scores texts now' if changes.scores else 'no longer scores texts'}")
+            self._event(
+                "state", f"it {'scores texts now' if changes.scores else 'no longer scores texts'}"
+            )
         return changes
 
     def _measured(self, name: str) -> str:
@@ -517,14 +635,17 @@ class Watch:
         quantity = next(q for q in self.changes.quantities if name.startswith(f"{q.name}."))
         if isinstance(quantity, Numbers):
             return (
-                f"{quantity.last or 0.0:+.4f} {quantity.name.replace('_', ' ')} against the baseline in the last round"
+                f"{quantity.last or 0.0:+.4f} {quantity.name.replace('_', ' ')} against the"
+                " baseline in the last round"
             )
         return f"{100 * (quantity.last or 0.0):.0f}% of those of the last round"
 
     def _set_state(self, found: Round) -> None:
         state = found.state.value
         if found.state is State.OK:
-            state = "changed" if set(self.alarms) & CHANGES else "learning" if self.learning else "ok"
+            state = (
+                "changed" if set(self.alarms) & CHANGES else "learning" if self.learning else "ok"
+            )
         if state != self.state:
             self.state = state
             self._event("state", f"{state}{f': {found.reason}' if found.reason else ''}")
@@ -533,7 +654,9 @@ class Watch:
     def learning(self) -> bool:
         """Whether no number or token has a baseline yet."""
         changes = self.changes
-        return changes is None or not (changes.numbers.base or (changes.tokens.base and not changes.numbers.first))
+        return changes is None or not (
+            changes.numbers.base or (changes.tokens.base and not changes.numbers.first)
+        )
 
     # Whom to tell.
 
@@ -558,7 +681,13 @@ class Watch:
         self.say(f"{stamp} {kind}: {event['text']}")
         if self.webhook is not None:
             self.webhook.post(
-                {"source": "assay watch", "url": self.where, "model": self.model, "state": self.state, **event}
+                {
+                    "source": "assay watch",
+                    "url": self.where,
+                    "model": self.model,
+                    "state": self.state,
+                    **event,
+                }
             )
 
     # What is kept.
@@ -569,9 +698,15 @@ class Watch:
             state = {
                 "changes": self.changes.state() if self.changes else None,
                 "numbers": self.changes.numbers.name if self.changes else None,
-                "alarms": self.alarms, "raised": self.raised, "rounds": self.rounds, "events": list(self.events),
-                "model": self.model, "server": self.server, "starts": self.starts, "state": self.state,
-            }  # fmt: skip
+                "alarms": self.alarms,
+                "raised": self.raised,
+                "rounds": self.rounds,
+                "events": list(self.events),
+                "model": self.model,
+                "server": self.server,
+                "starts": self.starts,
+                "state": self.state,
+            }
         self.kept.put("state", state)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -583,7 +718,9 @@ class Watch:
                 changes = Changes(self.options.interval, self.options.false_alarms, scores=scores)
                 changes.restore(state["changes"])
             self.alarms = {
-                n: {"since": float(a["since"]), "why": str(a["why"])} for n, a in state["alarms"].items() if n in ALARMS
+                n: {"since": float(a["since"]), "why": str(a["why"])}
+                for n, a in state["alarms"].items()
+                if n in ALARMS
             }
             self.raised = {str(n): int(c) for n, c in state["raised"].items()}
             self.rounds = {str(n): int(c) for n, c in state["rounds"].items()}
@@ -594,7 +731,9 @@ class Watch:
             self.changes = changes
         except (KeyError, TypeError, ValueError, AttributeError):
             self.kept.forget("state")
-            self._event("state", "what was kept of this server is damaged; the baseline is learnt anew")
+            self._event(
+                "state", "what was kept of this server is damaged; the baseline is learnt anew"
+            )
 
     # What is shown.
 
@@ -610,20 +749,34 @@ class Watch:
             }
             finds = changes.finds(_DRIFT) * self.waited if changes and changes.scores else math.inf
             return {
-                "url": self.where, "model": self.model, "server": self.server, "state": self.state, "states": STATES,
-                "reason": last.reason, "alarms": sorted(self.alarms), "known_alarms": tuple(ALARMS),
-                "raised": dict(self.raised), "rounds": dict(self.rounds), "evidence": evidence,
-                "bits_per_byte": self.bits, "difference": changes.numbers.last if changes else None,
+                "url": self.where,
+                "model": self.model,
+                "server": self.server,
+                "state": self.state,
+                "states": STATES,
+                "reason": last.reason,
+                "alarms": sorted(self.alarms),
+                "known_alarms": tuple(ALARMS),
+                "raised": dict(self.raised),
+                "rounds": dict(self.rounds),
+                "evidence": evidence,
+                "bits_per_byte": self.bits,
+                "difference": changes.numbers.last if changes else None,
                 "tolerance": up.tolerance if up else None,
                 "tokens_changed": changes.tokens.last if changes else None,
                 "tool_changed": changes.tools.last if changes else None,
-                "latency_s": last.latency_s, "queued": last.queued, "acceptance": self.acceptance,
-                "load": self.canary.budget.measured(self.clock()), "interval_s": self.waited,
-                "finds_s": finds if math.isfinite(finds) else None, "learning": self.learning, "at": self._at,
+                "latency_s": last.latency_s,
+                "queued": last.queued,
+                "acceptance": self.acceptance,
+                "load": self.canary.budget.measured(self.clock()),
+                "interval_s": self.waited,
+                "finds_s": finds if math.isfinite(finds) else None,
+                "learning": self.learning,
+                "at": self._at,
                 "generates": self.state not in ("broken", "down"),
                 "alive": self.clock() - self._beat < 3 * self.waited + 20 * self.options.timeout,
                 "webhook_failures": self.webhook.failures if self.webhook else 0,
-            }  # fmt: skip
+            }
 
     def report(self, interrupted: bool = False) -> Report:
         """What the watch found, alarms of this process first."""
@@ -641,20 +794,32 @@ class Watch:
         findings += self.kept.notices("server")
         summary = {
             Verdict.PASS: "nothing changed while it was watched.",
-            Verdict.INCONCLUSIVE: f"it answers; its baseline is not learnt yet ({LEARN} values an item).",
+            Verdict.INCONCLUSIVE: (
+                f"it answers; its baseline is not learnt yet ({LEARN} values an item)."
+            ),
         }.get(verdict, "")
         load, finds = status["load"], status["finds_s"]
         headline = [
             Metric("state", self.state),
-            Metric("rounds", ", ".join(f"{count} {name}" for name, count in self.rounds.items()) or "none"),
+            Metric(
+                "rounds",
+                ", ".join(f"{count} {name}" for name, count in self.rounds.items()) or "none",
+            ),
             Metric("load", "unknown" if load is None else f"{100 * load:.2f} % of one stream"),
             Metric(
                 "a drift of 0.01 bits per byte",
-                f"found within {finds / 60:.0f} min" if finds else "not found by this server's answers yet",
+                (
+                    f"found within {finds / 60:.0f} min"
+                    if finds
+                    else "not found by this server's answers yet"
+                ),
             ),
         ]
         rows = [
-            (time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(e["at"])), f"{e['kind']}: {e['text']}"[:72])
+            (
+                time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(e["at"])),
+                f"{e['kind']}: {e['text']}"[:72],
+            )
             for e in list(self.events)[-12:]
         ]
         plan = self.options.facts() | {
@@ -663,21 +828,38 @@ class Watch:
             "calm_rounds": CALM,
         }
         return Report(
-            command="watch", verdict=verdict, subject={"engine": "server", "url": self.where, "model": self.model, "server": self.server},
-            findings=tuple(findings), results={"watch": status, "events": list(self.events), "plan": plan},
-            headline=tuple(headline), blocks=(Table("Latest events (UTC)", ("when", "what"), rows),) if rows else (),
-            interrupted=interrupted, summary=summary,
-        )  # fmt: skip
+            command="watch",
+            verdict=verdict,
+            subject={
+                "engine": "server",
+                "url": self.where,
+                "model": self.model,
+                "server": self.server,
+            },
+            findings=tuple(findings),
+            results={"watch": status, "events": list(self.events), "plan": plan},
+            headline=tuple(headline),
+            blocks=(Table("Latest events (UTC)", ("when", "what"), rows),) if rows else (),
+            interrupted=interrupted,
+            summary=summary,
+        )
 
     def _finding(self, name: str) -> Finding:
         alarm, stands = ALARMS[name], self.alarms.get(name)
         told = [e["text"] for e in self.events if e["alarm"] == name and e["kind"] == "alarm"]
         title = f"{alarm.title}: {stands['why']}" if stands else told[-1] if told else alarm.title
         return Finding(
-            alarm.id, alarm.severity, title + ("" if stands else " (it is over)"),
-            evidence={"alarm": name, "raised": self.raised.get(name, 0), "stands": stands is not None},
-            causes=alarm.causes, remedies=tuple(r.replace("URL", self.where) for r in alarm.remedies),
-        )  # fmt: skip
+            alarm.id,
+            alarm.severity,
+            title + ("" if stands else " (it is over)"),
+            evidence={
+                "alarm": name,
+                "raised": self.raised.get(name, 0),
+                "stands": stands is not None,
+            },
+            causes=alarm.causes,
+            remedies=tuple(r.replace("URL", self.where) for r in alarm.remedies),
+        )
 
 
 CHANGES = frozenset(ALARMS) - {"down", "broken", "several_servers", "speculation"}

@@ -1,1 +1,3 @@
-"""Writers that draw a `Report`: console, HTML, JUnit, Markdown, Prometheus. They know the verdict vocabulary only."""
+"""Writers that draw a `Report`: console, HTML, JUnit, Markdown, Prometheus. They know the verdict
+vocabulary only.
+"""

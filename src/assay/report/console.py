@@ -1,7 +1,9 @@
-"""A report on a terminal: the verdict first, the figures, the evidence, and what to do last, next to the prompt.
+"""A report on a terminal: the verdict first, the figures, the evidence, and what to do last, next
+to the prompt.
 
-Piped, or with `TERM=dumb`, the same text comes without colours, boxes or cursor movements. Everything that may hold
-model or server text goes through `text.visible` and into `rich.text.Text`, never through rich's markup.
+Piped, or with `TERM=dumb`, the same text comes without colours, boxes or cursor movements.
+Everything that may hold model or server text goes through `text.visible` and into `rich.text.Text`,
+never through rich's markup.
 """
 
 from __future__ import annotations
@@ -44,7 +46,6 @@ from assay.report.text import (
 )
 from assay.verdict import Block, Chart, Finding, Metric, Quote, Report, Severity, Table, Verdict
 
-# -----------------------------------------------------------------------------
 # What the parts of the console output share: colours, and quiet lines.
 
 TONES: dict[Tone, str] = {
@@ -57,7 +58,6 @@ def dim(text: str) -> Text:
     return Text(text, style="dim")
 
 
-# -----------------------------------------------------------------------------
 # Tables, charts and quoted texts on a terminal.
 
 HEAD = 200
@@ -97,15 +97,23 @@ def _block(block: Block, console: Console) -> Iterator[RenderableType]:
 
 def _table(table: Table, console: Console) -> Iterator[RenderableType]:
     yield Text(one_line(table.title), style="bold")
-    grid = Grid(box=box.SIMPLE_HEAD if console.is_terminal else plain_box(), padding=(0, 1), show_edge=False)
+    grid = Grid(
+        box=box.SIMPLE_HEAD if console.is_terminal else plain_box(), padding=(0, 1), show_edge=False
+    )
     for i, column in enumerate(table.columns):
-        grid.add_column(Text(one_line(column)), justify="right" if i in table.numeric else "left", overflow="fold")
+        grid.add_column(
+            Text(one_line(column)),
+            justify="right" if i in table.numeric else "left",
+            overflow="fold",
+        )
     for row in table.rows[:MAX_ROWS]:
         cells = [one_line(str(cell)) for cell in row][: len(table.columns)]
         grid.add_row(*(Text(cell, style=TONES[status_tone(cell)]) for cell in cells))
     yield grid
     if len(table.rows) > MAX_ROWS:
-        yield dim(f"{plural(len(table.rows) - MAX_ROWS, 'more row')} in the HTML report (--html FILE).")
+        yield dim(
+            f"{plural(len(table.rows) - MAX_ROWS, 'more row')} in the HTML report (--html FILE)."
+        )
     if table.note:
         yield dim(one_line(table.note))
 
@@ -115,7 +123,9 @@ def plain_box() -> Box:
     return Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
-def _quote(quote: Quote, console: Console, head: int = HEAD, around: int = AROUND) -> Iterator[RenderableType]:
+def _quote(
+    quote: Quote, console: Console, head: int = HEAD, around: int = AROUND
+) -> Iterator[RenderableType]:
     tone = TONES[status_tone(quote.status)]
     status = (f"  {one_line(quote.status)}", f"bold {tone}") if quote.status else ""
     note = (f"  {one_line(quote.note)}", "dim") if quote.note else ""
@@ -128,7 +138,10 @@ def quoted(pieces: Sequence[Piece]) -> Text:
     text = Text(overflow="fold")
     for piece in pieces:
         note = piece.kind in ("onset", "gap")
-        text.append(f"⟦{piece.text}⟧" if note else _BLANK.sub(_counted, piece.text), style=_PIECES[piece.kind])
+        text.append(
+            f"⟦{piece.text}⟧" if note else _BLANK.sub(_counted, piece.text),
+            style=_PIECES[piece.kind],
+        )
     return text if text.plain else Text("(no text)", style="dim italic")
 
 
@@ -137,8 +150,8 @@ def _counted(blank: re.Match[str]) -> str:
     return f"\n⟦{blank.group().count(chr(10))} line breaks⟧\n"
 
 
-# -----------------------------------------------------------------------------
-# Findings on a terminal: the gravest last, next to the prompt; commands each on a line of their own.
+# Findings on a terminal: the gravest last, next to the prompt; commands each on a line of their
+# own.
 
 MAX_ALIKE = 5
 
@@ -165,7 +178,10 @@ def _finding(finding: Finding, console: Console) -> Iterator[RenderableType]:
     look = SEVERITIES[finding.severity]
     mark = f"{look.glyph} {look.word}" if console.is_terminal else look.word.upper()
     yield Text.assemble(
-        (mark, f"bold {TONES[look.tone]}"), "  ", (one_line(finding.title), "bold"), (f"  [{finding.id}]", "dim")
+        (mark, f"bold {TONES[look.tone]}"),
+        "  ",
+        (one_line(finding.title), "bold"),
+        (f"  [{finding.id}]", "dim"),
     )
     if finding.detail:
         yield Padding(_prose(finding.detail), (0, 0, 0, 2))
@@ -180,7 +196,11 @@ def _finding(finding: Finding, console: Console) -> Iterator[RenderableType]:
 
 def _causes(finding: Finding) -> Iterator[RenderableType]:
     if finding.causes:
-        yield dim("  Likely causes, the likeliest first:" if len(finding.causes) > 1 else "  Likely cause:")
+        yield dim(
+            "  Likely causes, the likeliest first:"
+            if len(finding.causes) > 1
+            else "  Likely cause:"
+        )
     for i, cause in enumerate(finding.causes, 1):
         number = f"{i}. " if len(finding.causes) > 1 else ""
         yield Padding(_prose(f"{number}{cause}"), (0, 0, 0, 4))
@@ -204,8 +224,6 @@ def _prose(text: str) -> Text:
     return Text.assemble(*((part, "bold") if coded else part for coded, part in split_code(text)))
 
 
-# -----------------------------------------------------------------------------
-
 MAX_WIDTH = 120
 PLAIN_WIDTH = 100
 
@@ -213,9 +231,11 @@ PLAIN_WIDTH = 100
 def print_report(
     report: Report, file: TextIO | None = None, width: int | None = None, *, verbose: bool = False
 ) -> None:
-    """Print `report` to `file` (standard output), as rich text on a terminal and as plain text elsewhere.
+    """Print `report` to `file` (standard output), as rich text on a terminal and as plain text
+    elsewhere.
 
-    By default what fits on one screen; with `verbose` every table, text, cause and piece of evidence.
+    By default what fits on one screen; with `verbose` every table, text, cause and piece of
+    evidence.
     """
     stream = file or sys.stdout
     console = make_console(stream, width)
@@ -237,7 +257,9 @@ def emit(console: Console, parts: Iterable[RenderableType], stream: TextIO) -> N
 
 
 def make_console(stream: TextIO, width: int | None = None) -> Console:
-    """A rich console for `stream`: no colour for `NO_COLOR`, nothing but text if it is no terminal or a dumb one."""
+    """A rich console for `stream`: no colour for `NO_COLOR`, nothing but text if it is no terminal
+    or a dumb one.
+    """
     plain = not is_terminal(stream)
     console = Console(
         file=stream,
@@ -269,7 +291,8 @@ def renderables(report: Report, console: Console) -> Iterator[RenderableType]:
     yield from draw_block(report.blocks, console)
     yield from draw_findings(report.findings, console)
     if report.findings:
-        # The last line above the prompt says again what the first one said, which may have scrolled away.
+        # The last line above the prompt says again what the first one said, which may have scrolled
+        # away.
         yield ""
         yield _verdict_line(report)
 
@@ -282,7 +305,8 @@ _LEAST_ROWS = 3
 
 
 def first_screen(report: Report, console: Console) -> list[RenderableType]:
-    """The verdict, the figures, the first table, the gravest findings with what to do: at most `SCREEN_LINES` lines.
+    """The verdict, the figures, the first table, the gravest findings with what to do: at most
+    `SCREEN_LINES` lines.
 
     The last line says what is left out, and how to see it.
     """
@@ -336,11 +360,14 @@ def _part_of(table: Table, rows: int, console: Console) -> list[RenderableType]:
 
 
 def _fitted(table: Table, console: Console) -> Table:
-    """The table with paths cut in their middle and, where it is still too wide, without its last columns."""
+    """The table with paths cut in their middle and, where it is still too wide, without its last
+    columns.
+    """
     cells = [[cut_middle(one_line(str(cell)), _PATH_WIDTH) for cell in row] for row in table.rows]
     columns = [one_line(column) for column in table.columns]
     widths = [
-        max(cell_len(row[i]) for row in [columns, *(r for r in cells if len(r) > i)]) + 2 for i in range(len(columns))
+        max(cell_len(row[i]) for row in [columns, *(r for r in cells if len(r) > i)]) + 2
+        for i in range(len(columns))
     ]
     kept = len(columns)
     while kept > 2 and sum(widths[:kept]) > console.width:
@@ -360,15 +387,23 @@ def _short_finding(finding: Finding, console: Console) -> list[RenderableType]:
     mark = f"{look.glyph} {look.word}" if console.is_terminal else look.word.upper()
     parts: list[RenderableType] = [
         "",
-        Text.assemble((mark, f"bold {TONES[look.tone]}"), "  ", (shorten(one_line(finding.title), 240), "bold")),
+        Text.assemble(
+            (mark, f"bold {TONES[look.tone]}"),
+            "  ",
+            (shorten(one_line(finding.title), 240), "bold"),
+        ),
     ]
     for remedy in finding.remedies[:_MAX_REMEDIES]:
         pieces = split_code(remedy)
         commands = [code for coded, code in pieces if coded and is_command(code)]
         prose = "".join(part for coded, part in pieces if not (coded and is_command(part))).strip()
         if prose:
-            parts.append(Padding(_prose(f"→ {prose}" if _unicode(console) else f"- {prose}"), (0, 0, 0, 2)))
-        parts += [Text.assemble("    ", (command, "bold"), no_wrap=True) for command in commands[:1]]
+            parts.append(
+                Padding(_prose(f"→ {prose}" if _unicode(console) else f"- {prose}"), (0, 0, 0, 2))
+            )
+        parts += [
+            Text.assemble("    ", (command, "bold"), no_wrap=True) for command in commands[:1]
+        ]
     return parts
 
 
@@ -385,10 +420,15 @@ def _left_out(report: Report, findings: int, tables: int, console: Console) -> T
     if any(f.evidence or f.causes for f in report.findings):
         rest.append("evidence and causes")
     if hidden > 0:
-        rest.append(f"{hidden} more tables, charts and texts" if hidden > 1 else "one more table or text")
+        rest.append(
+            f"{hidden} more tables, charts and texts" if hidden > 1 else "one more table or text"
+        )
     if not rest and not report.results:
         return dim("")
-    return dim(f"-v shows {', '.join(rest) or 'all details'}; --html FILE draws the charts; --json has every number.")
+    return dim(
+        f"-v shows {', '.join(rest) or 'all details'}; --html FILE draws the charts; --json has"
+        " every number."
+    )
 
 
 def _command(report: Report) -> str:
@@ -402,13 +442,22 @@ def banner(report: Report, console: Console) -> RenderableType:
     subject = ", ".join(f"{key} {value}" for key, value in subject_items(report.subject, 120))
     command = _command(report)
     if not console.is_terminal:
-        lines = [f"{look.word}  {command}: {sentence(report)}", *([f"Subject: {subject}"] if subject else [])]
+        lines = [
+            f"{look.word}  {command}: {sentence(report)}",
+            *([f"Subject: {subject}"] if subject else []),
+        ]
         return Text("\n".join(lines))
     word = Text(f" {look.glyph} {look.word} ", style=f"bold reverse {TONES[look.tone]}")
     body = [Text.assemble(word, "  ", (sentence(report), "bold"))]
     if subject:
         body.append(Text(subject, style="dim"))
-    return Panel(Group(*body), title=Text(command), title_align="left", border_style=TONES[look.tone], padding=(0, 1))
+    return Panel(
+        Group(*body),
+        title=Text(command),
+        title_align="left",
+        border_style=TONES[look.tone],
+        padding=(0, 1),
+    )
 
 
 def _verdict_line(report: Report) -> Text:
@@ -427,7 +476,9 @@ def headline(metrics: Sequence[Metric], console: Console) -> RenderableType:
     grid = Grid.grid(padding=(0, 3, 0, 0))
     for metric in metrics:
         grid.add_row(
-            Text(one_line(metric.name)), metric_text(metric, console), Text(_note(metric), style=_note_style(metric))
+            Text(one_line(metric.name)),
+            metric_text(metric, console),
+            Text(_note(metric), style=_note_style(metric)),
         )
     return grid
 
@@ -449,7 +500,6 @@ def _note_style(metric: Metric) -> str:
     return "dim" if metric.valid else "red"
 
 
-# -----------------------------------------------------------------------------
 # Several reports side by side: what the demo shows of a healthy and a broken server.
 
 COLUMN_HEAD = 160
@@ -479,7 +529,10 @@ def comparison(reports: Titled, console: Console) -> list[RenderableType]:
 def _grid(reports: Titled, console: Console) -> RenderableType:
     terminal = console.is_terminal
     grid = Grid(
-        box=box.ROUNDED if terminal else plain_box(), show_edge=terminal, show_lines=terminal, width=console.width
+        box=box.ROUNDED if terminal else plain_box(),
+        show_edge=terminal,
+        show_lines=terminal,
+        width=console.width,
     )
     grid.add_column("", no_wrap=False, max_width=20, style="dim")
     for title, _ in reports:
@@ -502,7 +555,9 @@ def _lines(reports: Titled, console: Console) -> list[tuple[str, list[Text]]]:
 
 def _verdict(report: Report) -> Text:
     look = VERDICTS[report.verdict]
-    return Text.assemble((f"{look.glyph} {look.word}", f"bold {TONES[look.tone]}"), f"\n{sentence(report)}")
+    return Text.assemble(
+        (f"{look.glyph} {look.word}", f"bold {TONES[look.tone]}"), f"\n{sentence(report)}"
+    )
 
 
 def _figure(report: Report, name: str, console: Console) -> Text:
@@ -512,7 +567,9 @@ def _figure(report: Report, name: str, console: Console) -> Text:
     if metric.valid:
         return metric_text(metric, console)
     note = one_line(metric.note)
-    return Text.assemble(metric_text(metric, console), (f"\ninvalid: {note}" if note else "\ninvalid", "red"))
+    return Text.assemble(
+        metric_text(metric, console), (f"\ninvalid: {note}" if note else "\ninvalid", "red")
+    )
 
 
 def _findings(report: Report) -> Text:
@@ -529,4 +586,6 @@ def _telling(report: Report) -> Quote | None:
 
 
 def _text(quote: Quote) -> Text:
-    return Text.assemble((f"{one_line(quote.title)}\n", "dim"), quoted(excerpt(quote, COLUMN_HEAD, COLUMN_AROUND)))
+    return Text.assemble(
+        (f"{one_line(quote.title)}\n", "dim"), quoted(excerpt(quote, COLUMN_HEAD, COLUMN_AROUND))
+    )

@@ -1,7 +1,7 @@
 """A report as one HTML file: styles and charts inline, nothing loaded, nothing scripted.
 
-Every value passes jinja2's autoescape; the only markup let through is the SVG of `svg`, which escapes its
-own text. The page also forbids scripts and loads by its content security policy.
+Every value passes jinja2's autoescape; the only markup let through is the SVG of `svg`, which
+escapes its own text. The page also forbids scripts and loads by its content security policy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def render(report: Report) -> str:
         look=VERDICTS[report.verdict],
         sentence=sentence(report),
         subject=subject_items(report.subject),
-        whole=report.subject if any(isinstance(v, Mapping) for v in report.subject.values()) else {},
+        whole=report.subject
+        if any(isinstance(v, Mapping) for v in report.subject.values())
+        else {},
         groups=[
             (title, SEVERITIES[severity], found)
             for severity, title in _GROUPS
@@ -73,7 +75,12 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        line=one_line, items=evidence_items, code=split_code, command=is_command, tone=status_tone, plural=plural
+        line=one_line,
+        items=evidence_items,
+        code=split_code,
+        command=is_command,
+        tone=status_tone,
+        plural=plural,
     )
     return environment.get_template("report.html.j2")
 
@@ -100,7 +107,10 @@ def _chart(chart: Chart, identifier: str) -> dict[str, Any]:
         for point in kept
     ]
     thinned = svg.thinned(chart)
-    notes = [caption(chart, undrawn), f"{plural(thinned, 'further point')} not drawn: too many." if thinned else ""]
+    notes = [
+        caption(chart, undrawn),
+        f"{plural(thinned, 'further point')} not drawn: too many." if thinned else "",
+    ]
     return {
         "kind": "chart",
         "chart": chart,
@@ -112,4 +122,9 @@ def _chart(chart: Chart, identifier: str) -> dict[str, Any]:
 
 
 def _quote(quote: Quote) -> dict[str, Any]:
-    return {"kind": "quote", "quote": quote, "pieces": excerpt(quote, HEAD, AROUND), "length": len(visible(quote.text))}
+    return {
+        "kind": "quote",
+        "quote": quote,
+        "pieces": excerpt(quote, HEAD, AROUND),
+        "length": len(visible(quote.text)),
+    }

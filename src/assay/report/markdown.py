@@ -1,7 +1,8 @@
 """A report as GitHub-flavoured Markdown that is safe to paste into an issue.
 
-Model text stands in a fence longer than any inside it; everywhere else the characters that Markdown, HTML and
-GitHub act on (tables, emphasis, tags, links, @mentions, #references) are made inert.
+Model text stands in a fence longer than any inside it; everywhere else the characters that
+Markdown, HTML and GitHub act on (tables, emphasis, tags, links, @mentions, #references) are made
+inert.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ MAX_QUOTES = 20
 _MAX_PROSE = 4_000
 
 _GROUPS = ((Severity.ERROR, "Errors"), (Severity.WARNING, "Warnings"), (Severity.INFO, "Notes"))
-# Characters that act anywhere, an underscore at the edge of a word, and what acts at the start of a line.
+# Characters that act anywhere, an underscore at the edge of a word, and what acts at the start of a
+# line.
 _SPECIAL = re.compile(r"([\\`*\[\]<>#|~$&]|(?<!\w)_|_(?!\w)|^[+=-]|(?<=^\d)[.)]|(?<=^\d\d)[.)])")
-# A zero-width space after the sign: the text reads the same and no longer names anybody or anything.
+# A zero-width space after the sign: the text reads the same and no longer names anybody or
+# anything.
 _SUMMONS = re.compile(r"(@|GH-|https?:|www\.)(?=\S)", re.IGNORECASE)
 _URL = re.compile(r"https?://[^\s<>()\[\]`|\\]+")
 
@@ -83,7 +86,9 @@ def _cell(text: str) -> str:
     return prose(text) or " "
 
 
-def _rows(columns: Sequence[str], rows: Sequence[Sequence[str]], numeric: frozenset[int] = frozenset()) -> str:
+def _rows(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], numeric: frozenset[int] = frozenset()
+) -> str:
     rule = ["--:" if i in numeric else "---" for i in range(len(columns))]
     lines = [columns, rule, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -100,8 +105,15 @@ def _headline(metrics: Sequence[Metric]) -> str:
 
 
 def _finding(finding: Finding) -> str:
-    parts = [f"#### {prose(finding.title)}", f"{code(finding.id)} {_marked(finding.detail)}".rstrip()]
-    parts.append("\n".join(f"- {prose(key)}: {code(value)}" for key, value in evidence_items(finding.evidence)))
+    parts = [
+        f"#### {prose(finding.title)}",
+        f"{code(finding.id)} {_marked(finding.detail)}".rstrip(),
+    ]
+    parts.append(
+        "\n".join(
+            f"- {prose(key)}: {code(value)}" for key, value in evidence_items(finding.evidence)
+        )
+    )
     if finding.causes:
         causes = "\n".join(f"{i}. {_marked(cause)}" for i, cause in enumerate(finding.causes, 1))
         parts.append(f"Likely causes, the likeliest first:\n\n{causes}")
@@ -115,11 +127,16 @@ def _finding(finding: Finding) -> str:
 
 def _marked(text: str) -> str:
     """Prose whose code spans stay code."""
-    return "".join(code(part) if coded else prose(part) if part.strip() else part for coded, part in _spaced(text))
+    return "".join(
+        code(part) if coded else prose(part) if part.strip() else part
+        for coded, part in _spaced(text)
+    )
 
 
 def _spaced(text: str) -> Iterator[tuple[bool, str]]:
-    """The parts of `text`; `prose` strips the ends of a part, so spaces next to code become parts of their own."""
+    """The parts of `text`; `prose` strips the ends of a part, so spaces next to code become parts
+    of their own.
+    """
     for coded, part in split_code(text):
         if coded:
             yield coded, part
@@ -131,7 +148,9 @@ def _remedy(remedy: str) -> str:
     """A remedy; its commands in blocks of their own, to be copied."""
     parts = split_code(remedy)
     commands = [part for coded, part in parts if coded and is_command(part)]
-    words = "".join(part if not coded else f"`{part}`" for coded, part in parts if part not in commands).strip()
+    words = "".join(
+        part if not coded else f"`{part}`" for coded, part in parts if part not in commands
+    ).strip()
     return "\n\n".join([*([_marked(words)] if words else []), *map(fence, commands)])
 
 

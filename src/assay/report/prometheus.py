@@ -1,8 +1,8 @@
 """A report as Prometheus text exposition, for a textfile collector or a push gateway.
 
-`assay_verdict` is a state set; the numbers of `results` become gauges `assay_<command>_<path>` in base units.
-Labels hold only words from small sets (statistics, statuses, finding ids), never model text. Numbers under a
-`valid: false` are left out: an invalid speed must not enter a time series.
+`assay_verdict` is a state set; the numbers of `results` become gauges `assay_<command>_<path>` in
+base units. Labels hold only words from small sets (statistics, statuses, finding ids), never model
+text. Numbers under a `valid: false` are left out: an invalid speed must not enter a time series.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ MAX_INDEX = 32
 """Longest list of numbers that is exported, one sample an entry."""
 
 # Keys that say which statistic of one quantity a number is; they become the label `stat`.
-STATISTICS = frozenset(("value", "lo", "hi", "mean", "median", "min", "max", "sd", "p50", "p90", "p95", "p99", "p999"))
+STATISTICS = frozenset(
+    ("value", "lo", "hi", "mean", "median", "min", "max", "sd", "p50", "p90", "p95", "p99", "p999")
+)
 _UNITS: tuple[tuple[str, str, float], ...] = (
     ("_per_s", "_per_second", 1.0),
     ("_per_ms", "_per_second", 1e3),
@@ -55,7 +57,9 @@ def samples(report: Report) -> Iterator[Sample]:
     """Every number that the exposition holds."""
     command = one_line(report.command)
     results = jsonable(report.results)
-    yield Sample(f"{PREFIX}_report_info", {"command": command, "schema": SCHEMA, "model": _model(report)}, 1)
+    yield Sample(
+        f"{PREFIX}_report_info", {"command": command, "schema": SCHEMA, "model": _model(report)}, 1
+    )
     for verdict in VERDICTS:
         on = float(report.verdict is verdict)
         yield Sample(f"{PREFIX}_verdict", {"command": command, "verdict": verdict.value}, on)
@@ -63,8 +67,14 @@ def samples(report: Report) -> Iterator[Sample]:
     for severity in Severity:
         count = sum(f.severity is severity for f in report.findings)
         yield Sample(f"{PREFIX}_findings", {"command": command, "severity": severity.value}, count)
-    for (finding, grade), count in Counter((f.id, f.severity.value) for f in report.findings).items():
-        yield Sample(f"{PREFIX}_finding", {"command": command, "id": one_line(finding), "severity": grade}, count)
+    for (finding, grade), count in Counter(
+        (f.id, f.severity.value) for f in report.findings
+    ).items():
+        yield Sample(
+            f"{PREFIX}_finding",
+            {"command": command, "id": one_line(finding), "severity": grade},
+            count,
+        )
     yield from _flat(results, f"{PREFIX}_{command}", {})
 
 
@@ -102,10 +112,16 @@ def _flat_list(value: Sequence[Any], name: str, labels: dict[str, str]) -> Itera
     if all(isinstance(v, Mapping) for v in value):
         for word in ("status", "label", "grade"):
             counts = Counter(v[word] for v in value if isinstance(v.get(word), str))
-            yield from (Sample(metric_name(name)[0], labels | {word: k}, n) for k, n in counts.items() if _is_word(k))
+            yield from (
+                Sample(metric_name(name)[0], labels | {word: k}, n)
+                for k, n in counts.items()
+                if _is_word(k)
+            )
         # The lists inside, as one: the samples of all probes.
         inner: dict[str, list[Mapping[str, Any]]] = {}
-        for key, items in ((k, v) for mapping in value for k, v in mapping.items() if isinstance(v, list)):
+        for key, items in (
+            (k, v) for mapping in value for k, v in mapping.items() if isinstance(v, list)
+        ):
             inner.setdefault(key, []).extend(item for item in items if isinstance(item, Mapping))
         for key, items in inner.items():
             yield from _flat_list(items, f"{name}_{key}", labels)
@@ -116,7 +132,9 @@ def _flat_list(value: Sequence[Any], name: str, labels: dict[str, str]) -> Itera
 
 
 def _is_word(text: str) -> bool:
-    """Whether `text` is a word of the schema and no free text that happens to stand under such a key."""
+    """Whether `text` is a word of the schema and no free text that happens to stand under such a
+    key.
+    """
     return re.fullmatch(r"[A-Za-z_]{1,40}", text) is not None
 
 
@@ -147,7 +165,10 @@ class _Families:
         for name, found in self._families.items():
             labels = list(dict.fromkeys(label for sample in found for label in sample.labels))
             family = GaugeMetricFamily(name, _help(name), labels=labels)
-            unique = {tuple(sample.labels.get(label, "") for label in labels): sample.value for sample in found}
+            unique = {
+                tuple(sample.labels.get(label, "") for label in labels): sample.value
+                for sample in found
+            }
             for values, number in unique.items():
                 family.add_metric(list(values), number)
             yield family

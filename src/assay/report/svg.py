@@ -1,7 +1,7 @@
 """Charts as static inline SVG: no script, no external file, colours from the page's style sheet.
 
-Marks carry classes (`s0` … `s5`, `band`, `grid`, `axis`, `label`); series differ in shape and dash as well as in
-colour, and every picture has a title and a description for those who cannot see it.
+Marks carry classes (`s0` … `s5`, `band`, `grid`, `axis`, `label`); series differ in shape and dash
+as well as in colour, and every picture has a title and a description for those who cannot see it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from html import escape
 from assay.report.text import one_line, shorten
 from assay.verdict import Band, Chart, Point, Table
 
-# -----------------------------------------------------------------------------
-# The elements of which SVG charts are made. Everything written goes through `tag` or `text`, which escape.
+# The elements of which SVG charts are made. Everything written goes through `tag` or `text`, which
+# escape.
 
 WIDTH = 760
 PALETTE = 6
@@ -24,7 +24,9 @@ CHAR = 6.7
 
 
 def tag(element: str, content: str = "", **attributes: str | float) -> str:
-    """One element; `css` is its class, underscores in names become hyphens, numbers get one decimal."""
+    """One element; `css` is its class, underscores in names become hyphens, numbers get one
+    decimal.
+    """
     written = "".join(f' {_attribute(key)}="{_value(value)}"' for key, value in attributes.items())
     return f"<{element}{written}>{content}</{element}>" if content else f"<{element}{written}/>"
 
@@ -42,7 +44,9 @@ def label(content: str, limit: int = 120) -> str:
     return escape(shorten(one_line(content), limit)) or " "
 
 
-def text(content: str, x: float, y: float, css: str, anchor: str = "start", limit: int = 120) -> str:
+def text(
+    content: str, x: float, y: float, css: str, anchor: str = "start", limit: int = 120
+) -> str:
     """A line of text at a place."""
     return tag("text", label(content, limit), css=css, x=x, y=y, text_anchor=anchor)
 
@@ -54,9 +58,15 @@ def mark(series: int, x: float, y: float, size: float = 5) -> str:
         case 1:
             return tag("rect", css=css, x=x - size, y=y - size, width=2 * size, height=2 * size)
         case 2:
-            return tag("path", css=css, d=f"M{x:.1f} {y - size:.1f}l{size} {size}l-{size} {size}l-{size} -{size}z")
+            return tag(
+                "path",
+                css=css,
+                d=f"M{x:.1f} {y - size:.1f}l{size} {size}l-{size} {size}l-{size} -{size}z",
+            )
         case 3:
-            return tag("path", css=css, d=f"M{x:.1f} {y - size:.1f}l{size} {1.7 * size:.1f}h-{2 * size}z")
+            return tag(
+                "path", css=css, d=f"M{x:.1f} {y - size:.1f}l{size} {1.7 * size:.1f}h-{2 * size}z"
+            )
     return tag("circle", css=css, cx=x, cy=y, r=size)
 
 
@@ -65,7 +75,6 @@ def colour(series: int) -> str:
     return f"s{series % PALETTE}"
 
 
-# -----------------------------------------------------------------------------
 # Line charts and scatter plots: a plane with two axes, intervals as ribbons or error bars.
 
 MAX_POINTS = 3000
@@ -102,7 +111,9 @@ def draw_plane(chart: Chart, points: Sequence[Sequence[Point]], top: float) -> t
     if chart.y_label:
         parts.append(text(chart.y_label, 4, frame.top - 10, "quiet"))
     if chart.x_label:
-        parts.append(text(chart.x_label, (left + frame.right) / 2, frame.bottom + 36, "quiet", "middle"))
+        parts.append(
+            text(chart.x_label, (left + frame.right) / 2, frame.bottom + 36, "quiet", "middle")
+        )
     return "".join(parts), frame.bottom + (42 if chart.x_label else 24)
 
 
@@ -117,7 +128,9 @@ Located = Sequence[tuple[float, Point]]
 def _across(
     chart: Chart, points: Sequence[Sequence[Point]], frame: _Frame
 ) -> tuple[Callable[[Point], float], list[str]]:
-    """Where a point's x lies, and the drawn ticks of the x axis: a scale for numbers, a list for names."""
+    """Where a point's x lies, and the drawn ticks of the x axis: a scale for numbers, a list for
+    names.
+    """
     names = categories(points)
     span = frame.right - frame.left
     if are_numbers(points):
@@ -125,7 +138,9 @@ def _across(
         ticks = [(frame.left + axis.at(t) * span, axis.label(t)) for t in axis.ticks]
         return lambda p: frame.left + axis.at(float(p.x)) * span, list(_x_ticks(frame, ticks))
     places = {x: frame.left + (k + 0.5) / len(names) * span for k, x in enumerate(names)}
-    return lambda p: places[p.x], list(_x_ticks(frame, [(at, one_line(name(x))[:24]) for x, at in places.items()]))
+    return lambda p: places[p.x], list(
+        _x_ticks(frame, [(at, one_line(name(x))[:24]) for x, at in places.items()])
+    )
 
 
 def _x_ticks(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> Iterator[str]:
@@ -149,13 +164,22 @@ def _y_ticks(frame: _Frame) -> Iterator[str]:
 def _bands(chart: Chart, frame: _Frame) -> Iterator[str]:
     for band in drawable_bands(chart):
         top, bottom = sorted((frame.y(band.lo), frame.y(band.hi)))
-        yield tag("rect", css="band", x=frame.left, y=top, width=frame.right - frame.left, height=bottom - top)
+        yield tag(
+            "rect",
+            css="band",
+            x=frame.left,
+            y=top,
+            width=frame.right - frame.left,
+            height=bottom - top,
+        )
 
 
 def _line(frame: _Frame, series: int, located: Located) -> Iterator[str]:
     bounded = [(x, bounds) for x, p in located if (bounds := interval(p))]
     if len(bounded) > 1:
-        edge = [(x, frame.y(hi)) for x, (_, hi) in bounded] + [(x, frame.y(lo)) for x, (lo, _) in reversed(bounded)]
+        edge = [(x, frame.y(hi)) for x, (_, hi) in bounded] + [
+            (x, frame.y(lo)) for x, (lo, _) in reversed(bounded)
+        ]
         yield tag("polygon", css=f"{colour(series)} ribbon", points=_path(edge))
     if len(located) > 1:
         trace = [(x, frame.y(p.y)) for x, p in located]
@@ -175,7 +199,12 @@ def _scatter(frame: _Frame, series: int, located: Located) -> Iterator[str]:
         if point.label and len(located) <= MAX_LABELLED:
             beyond = x > (frame.left + frame.right) / 2
             yield text(
-                point.label, x + (-8 if beyond else 8), frame.y(point.y) + 4, "tick", "end" if beyond else "start", 48
+                point.label,
+                x + (-8 if beyond else 8),
+                frame.y(point.y) + 4,
+                "tick",
+                "end" if beyond else "start",
+                48,
             )
 
 
@@ -183,8 +212,8 @@ def _path(places: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
-# -----------------------------------------------------------------------------
-# Bars, waterfalls and forests: one row a point, the value axis runs to the right, the numbers stand beside it.
+# Bars, waterfalls and forests: one row a point, the value axis runs to the right, the numbers stand
+# beside it.
 
 MAX_ROWS = 400
 _TICK_ROOM = 24
@@ -210,9 +239,12 @@ def draw_rows(chart: Chart, points: Sequence[Sequence[Point]], top: float) -> tu
     left = min(max(longest * CHAR + 14, 40), WIDTH * 0.36)
     right = WIDTH - max(len(with_interval(p)) for _, _, p, _ in rows) * CHAR - 16
     frame = _RowFrame(
-        value_axis(chart, points), left, max(right - left, 80), top + (_LABEL_ROOM if chart.x_label else 0),
+        value_axis(chart, points),
+        left,
+        max(right - left, 80),
+        top + (_LABEL_ROOM if chart.x_label else 0),
         24 if len(rows) <= 40 else 15,
-    )  # fmt: skip
+    )
     bottom = frame.top + frame.row * len(rows) + 4
     parts = [*_row_bands(chart, frame, bottom), *_ticks(frame, bottom)]
     if chart.x_label:
@@ -233,20 +265,26 @@ def draw_rows(chart: Chart, points: Sequence[Sequence[Point]], top: float) -> tu
     return "".join(parts), bottom + _TICK_ROOM + (_LABEL_ROOM if chart.y_label else 0)
 
 
-def _rows(chart: Chart, points: Sequence[Sequence[Point]]) -> list[tuple[float | str, int, Point, float]]:
+def _rows(
+    chart: Chart, points: Sequence[Sequence[Point]]
+) -> list[tuple[float | str, int, Point, float]]:
     """(x, series, point, where its bar begins), the series of one x next to each other."""
     begins = starts(chart, points)
     found = [
         {p.x: (p, b) for p, b in zip(reversed(series), reversed(begins[i]), strict=True)}
         for i, series in enumerate(points)
     ]
-    return [(x, i, *by_x[x]) for x in categories(points) for i, by_x in enumerate(found) if x in by_x][:MAX_ROWS]
+    return [
+        (x, i, *by_x[x]) for x in categories(points) for i, by_x in enumerate(found) if x in by_x
+    ][:MAX_ROWS]
 
 
 def _row_bands(chart: Chart, frame: _RowFrame, bottom: float) -> Iterator[str]:
     for band in drawable_bands(chart):
         low, high = sorted((frame.x(band.lo), frame.x(band.hi)))
-        yield tag("rect", css="band", x=low, y=frame.top, width=high - low, height=bottom - frame.top)
+        yield tag(
+            "rect", css="band", x=low, y=frame.top, width=high - low, height=bottom - frame.top
+        )
 
 
 def _ticks(frame: _RowFrame, bottom: float) -> Iterator[str]:
@@ -264,7 +302,15 @@ def _ticks(frame: _RowFrame, bottom: float) -> Iterator[str]:
 def _bar(frame: _RowFrame, series: int, point: Point, begin: float, y: float) -> str:
     low, high = sorted((frame.x(begin), frame.x(begin + point.y)))
     thick = frame.row * 0.66
-    bar = tag("rect", css=colour(series), x=low, y=y - thick / 2, width=max(high - low, 1), height=thick, rx=2)
+    bar = tag(
+        "rect",
+        css=colour(series),
+        x=low,
+        y=y - thick / 2,
+        width=max(high - low, 1),
+        height=thick,
+        rx=2,
+    )
     return bar + _extent(frame, point, y, "error", begin)
 
 
@@ -277,15 +323,20 @@ def _extent(frame: _RowFrame, point: Point, y: float, css: str, begin: float = 0
     if bounds is None:
         return ""
     low, high = (frame.x(begin + bound) for bound in bounds)
-    return tag("path", css=css, d=f"M{low:.1f} {y - 4:.1f}v8M{low:.1f} {y:.1f}H{high:.1f}M{high:.1f} {y - 4:.1f}v8")
+    return tag(
+        "path",
+        css=css,
+        d=f"M{low:.1f} {y - 4:.1f}v8M{low:.1f} {y:.1f}H{high:.1f}M{high:.1f} {y - 4:.1f}v8",
+    )
 
-
-# -----------------------------------------------------------------------------
 
 _KINDS = {
-    "bar": "Bar chart", "line": "Line chart", "scatter": "Scatter plot", "forest": "Chart of intervals",
+    "bar": "Bar chart",
+    "line": "Line chart",
+    "scatter": "Scatter plot",
+    "forest": "Chart of intervals",
     "waterfall": "Waterfall chart",
-}  # fmt: skip
+}
 
 
 def draw(chart: Chart, identifier: str) -> str:
@@ -316,9 +367,14 @@ def thinned(chart: Chart) -> int:
 
 
 def _description(chart: Chart, points: Sequence[Sequence[Point]]) -> str:
-    names = ", ".join(f"{s.name} ({len(kept)} points)" for s, kept in zip(chart.series, points, strict=True))
+    names = ", ".join(
+        f"{s.name} ({len(kept)} points)" for s, kept in zip(chart.series, points, strict=True)
+    )
     bands = "".join(f" Shaded: {b.name}, {b.lo:g} to {b.hi:g}." for b in drawable_bands(chart))
-    return f"{_KINDS[chart.kind]} of {chart.y_label or 'values'} by {chart.x_label or 'item'}: {names}.{bands}"
+    return (
+        f"{_KINDS[chart.kind]} of {chart.y_label or 'values'} by {chart.x_label or 'item'}:"
+        f" {names}.{bands}"
+    )
 
 
 def _legend(chart: Chart) -> tuple[str, float]:
@@ -331,20 +387,24 @@ def _legend(chart: Chart) -> tuple[str, float]:
         width = 36 + CHAR * min(len(entry), 60)
         if x + width > WIDTH and x > 4:
             x, y = 4.0, y + 20
-        key = mark(i, x + 7, y - 4) if i < len(series) else tag("rect", css="band", x=x, y=y - 10, width=14, height=12)
+        key = (
+            mark(i, x + 7, y - 4)
+            if i < len(series)
+            else tag("rect", css="band", x=x, y=y - 10, width=14, height=12)
+        )
         parts += [key, text(entry, x + 20, y, "label", limit=60)]
         x += width
     return "".join(parts), y + 18 if parts else 8.0
 
 
-# -----------------------------------------------------------------------------
 # From numbers to positions: which points can be drawn, nice axes, and how a number is written.
 
 
 ROWS = ("bar", "forest", "waterfall")
 """Kinds that have one row for each point."""
 
-# Outside this range arithmetic on spans overflows or loses all digits; such values sit at the edge, or at zero.
+# Outside this range arithmetic on spans overflows or loses all digits; such values sit at the edge,
+# or at zero.
 _HUGE = 1e150
 
 
@@ -379,7 +439,9 @@ class Axis:
 
 
 def drawable(chart: Chart) -> tuple[list[list[Point]], int]:
-    """The points of each series that have a place on the chart, and how many have none (NaN, infinite, ≤ 0 on a log axis)."""
+    """The points of each series that have a place on the chart, and how many have none (NaN,
+    infinite, ≤ 0 on a log axis).
+    """
     kept = [[p for p in series.points if _has_place(p, chart)] for series in chart.series]
     return kept, sum(len(s.points) for s in chart.series) - sum(map(len, kept))
 
@@ -405,7 +467,9 @@ def drawable_bands(chart: Chart) -> list[Band]:
 
 
 def starts(chart: Chart, points: Sequence[Sequence[Point]]) -> list[list[float]]:
-    """Where the bar of each point begins: at zero, but in a waterfall where the change before it ended."""
+    """Where the bar of each point begins: at zero, but in a waterfall where the change before it
+    ended.
+    """
     found = [[0.0] * len(series) for series in points]
     if chart.kind == "waterfall" and points:
         level = 0.0
@@ -512,7 +576,9 @@ def caption(chart: Chart, undrawn: int) -> str:
 
 
 def listing(chart: Chart) -> Table:
-    """The numbers of a chart as a table, for writers that do not draw: one row a point, the bands below."""
+    """The numbers of a chart as a table, for writers that do not draw: one row a point, the bands
+    below.
+    """
     points, undrawn = drawable(chart)
     several = len(chart.series) > 1
     rows = [
@@ -520,7 +586,11 @@ def listing(chart: Chart) -> Table:
         for i, series in enumerate(points)
         for point in series
     ]
-    bands = "; ".join(f"{band.name}: {number(band.lo)} to {number(band.hi)}" for band in drawable_bands(chart))
-    note = " ".join(part for part in (f"{bands}." if bands else "", caption(chart, undrawn)) if part)
+    bands = "; ".join(
+        f"{band.name}: {number(band.lo)} to {number(band.hi)}" for band in drawable_bands(chart)
+    )
+    note = " ".join(
+        part for part in (f"{bands}." if bands else "", caption(chart, undrawn)) if part
+    )
     columns = [*(["series"] if several else []), chart.x_label, chart.y_label]
     return Table(chart.title, columns, rows, frozenset({len(columns) - 1}), note)

@@ -1,7 +1,7 @@
 """Text that may come from anywhere, made safe to show and short enough to read.
 
-Model output, server messages and file names reach every report. `visible` shows what a terminal or a
-browser would obey instead of print; `excerpt` picks the parts of a quote worth showing.
+Model output, server messages and file names reach every report. `visible` shows what a terminal or
+a browser would obey instead of print; `excerpt` picks the parts of a quote worth showing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from assay.verdict import Quote, Report, Severity, Verdict, jsonable
 
-# Zero-width joiners and variation selectors build real letters and emoji. Every other format character (bidi
-# overrides, tags, zero-width spaces, byte-order marks) can only mislead a reader.
+# Zero-width joiners and variation selectors build real letters and emoji. Every other format
+# character (bidi overrides, tags, zero-width spaces, byte-order marks) can only mislead a reader.
 _JOINERS = frozenset("\u200c\u200d")
 _CONTROLS = (
     "NUL", "SOH", "STX", "ETX", "EOT", "ENQ", "ACK", "BEL", "BS", "HT", "LF", "VT",
@@ -25,7 +25,9 @@ _CONTROLS = (
 )  # fmt: skip
 _UNSEEN = re.compile(r"[^\n\t\x20-\x7e\xa0-\xac\xae-\u02ff]")
 _COMMAND = re.compile(
-    r"(?:[A-Z_]+=\S* )*(?:assay (?:-|(?:check|grade|verify|spec|compare|reference|rerun|kv|gap|gate|card|demo)\b)|vllm (?:serve|bench|complete|chat)|pip install |curl \S|"
+    r"(?:[A-Z_]+=\S* )*(?:assay"
+    r" (?:-|(?:check|grade|verify|spec|compare|reference|rerun|kv|gap|gate|card|demo)\b)|vllm"
+    r" (?:serve|bench|complete|chat)|pip install |curl \S|"
     r"hf download|python3? -|llama-server -|docker run|transformers serve|export [A-Z_]+=)"
 )
 _CODE = re.compile(r"`([^`\n]+)`")
@@ -61,19 +63,25 @@ def cut_middle(text: str, limit: int) -> str:
 
 def shorten(text: str, limit: int) -> str:
     """`text` cut to `limit` code points, and how many were left out."""
-    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"
+    return (
+        text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"
+    )
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a quote: good text, text after the onset, the onset itself, or a note on what is left out."""
+    """A part of a quote: good text, text after the onset, the onset itself, or a note on what is
+    left out.
+    """
 
     kind: Literal["text", "after", "onset", "gap"]
     text: str
 
 
 def excerpt(quote: Quote, head: int, around: int) -> list[Piece]:
-    """The first `head` code points of a quote and, further on, `around` of them on each side of its onset."""
+    """The first `head` code points of a quote and, further on, `around` of them on each side of its
+    onset.
+    """
     text, onset = quote.text, quote.onset
     if not text:
         return []
@@ -97,7 +105,10 @@ def _pieces(text: str, onset: int | None, spans: Sequence[tuple[int, int]]) -> I
             if stop > onset:
                 yield Piece("after", visible(text[onset:stop]))
         elif stop > start:
-            yield Piece("after" if onset is not None and start > onset else "text", visible(text[start:stop]))
+            yield Piece(
+                "after" if onset is not None and start > onset else "text",
+                visible(text[start:stop]),
+            )
         at = stop
     if at < len(text):
         yield _gap(len(text) - at)
@@ -108,7 +119,9 @@ def _gap(count: int) -> Piece:
 
 
 def split_code(text: str) -> list[tuple[bool, str]]:
-    """`text` as (is code, part) pairs: backticks mark code, and a text that is a command as a whole is code."""
+    """`text` as (is code, part) pairs: backticks mark code, and a text that is a command as a whole
+    is code.
+    """
     text = one_line(text)
     if "`" not in text and is_command(text):
         return [(True, text)]
@@ -121,7 +134,9 @@ def is_command(code: str) -> bool:
 
 
 def evidence_items(evidence: Mapping[str, Any], limit: int = 400) -> list[tuple[str, str]]:
-    """Evidence as (name, value) lines: nested names are joined with dots, intervals put together, long values cut."""
+    """Evidence as (name, value) lines: nested names are joined with dots, intervals put together,
+    long values cut.
+    """
     items: list[tuple[str, str]] = []
     for key, value in jsonable(evidence).items():
         name = one_line(key)
@@ -164,15 +179,24 @@ def size_text(count: float) -> str:
 
 
 def subject_items(subject: Mapping[str, Any], limit: int = 200) -> list[tuple[str, str]]:
-    """What a person would call the subject by: its values that are set, without the settings nested in it."""
-    return evidence_items({k: v for k, v in subject.items() if v is not None and not isinstance(v, Mapping)}, limit)
+    """What a person would call the subject by: its values that are set, without the settings nested
+    in it.
+    """
+    return evidence_items(
+        {k: v for k, v in subject.items() if v is not None and not isinstance(v, Mapping)}, limit
+    )
 
 
 def safe_json(value: Any) -> str:
-    """`value` as indented JSON that any file can hold: what `visible` would rewrite is a JSON escape instead."""
+    """`value` as indented JSON that any file can hold: what `visible` would rewrite is a JSON
+    escape instead.
+    """
     text = json.dumps(jsonable(value), ensure_ascii=False, indent=2, allow_nan=False)
     return _UNSEEN.sub(
-        lambda match: match.group() if _shown(match.group()) == match.group() else _escape(match.group()), text
+        lambda match: (
+            match.group() if _shown(match.group()) == match.group() else _escape(match.group())
+        ),
+        text,
     )
 
 
@@ -180,7 +204,6 @@ def _escape(char: str) -> str:
     return json.dumps(char)[1:-1] if ord(char) != 0x7F else "\\u007f"
 
 
-# -----------------------------------------------------------------------------
 # How a verdict, a severity and a status word look and read, the same in every format.
 
 Tone = Literal["good", "bad", "warn", "error", "info", ""]
@@ -210,9 +233,13 @@ SEVERITIES = {
 
 _WORDS: dict[Tone, str] = {
     "good": "ok pass passed healthy verified accept valid coherent run yes complete",
-    "bad": "degenerate empty fail failed mismatch missing broken reject invalid dead corrupt error nan",
-    "warn": "truncated_reasoning truncated inconclusive skipped unverified degraded marginal warning partial "
-    "insufficient extra interrupted unreachable",
+    "bad": (
+        "degenerate empty fail failed mismatch missing broken reject invalid dead corrupt error nan"
+    ),
+    "warn": (
+        "truncated_reasoning truncated inconclusive skipped unverified degraded marginal warning"
+        " partial insufficient extra interrupted unreachable"
+    ),
 }
 _STATUS: dict[str, Tone] = {word: tone for tone, words in _WORDS.items() for word in words.split()}
 
@@ -246,7 +273,9 @@ def _derived(report: Report) -> str:
 
 
 def _capital(text: str) -> str:
-    """`text` with a capital at its beginning, unless it begins with a name (a file, a URL, an option)."""
+    """`text` with a capital at its beginning, unless it begins with a name (a file, a URL, an
+    option).
+    """
     first = text.partition(" ")[0]
     return text[:1].upper() + text[1:] if first.rstrip(",;").isalpha() and first.islower() else text
 

@@ -1,7 +1,8 @@
-"""The evidence of a doctor in one file: reports, logs, texts, environment, digests; secrets and home paths removed.
+"""The evidence of a doctor in one file: reports, logs, texts, environment, digests; secrets and
+home paths removed.
 
-A bundle is a tar archive, compressed by zstd where the package `zstandard` is installed and by xz elsewhere (the name
-then ends in `.tar.xz`). `manifest.json` holds the SHA-256 of every other file.
+A bundle is a tar archive, compressed by zstd where the package `zstandard` is installed and by xz
+elsewhere (the name then ends in `.tar.xz`). `manifest.json` holds the SHA-256 of every other file.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Scrubber:
     """Takes secrets, home paths and names of this machine out of text."""
 
     def __init__(self, command_words: tuple[str, ...] = ()) -> None:
-        found = {v: "<removed>" for n, v in os.environ.items() if _SECRET_NAMES.search(n) and len(v) >= 8}
+        found = {
+            v: "<removed>" for n, v in os.environ.items() if _SECRET_NAMES.search(n) and len(v) >= 8
+        }
         for flag, value in pairwise(command_words):
             if (
                 _SECRET_NAMES.search(flag)
@@ -73,7 +76,12 @@ class Scrubber:
         text = re.sub(r"/(?:home|Users)/[^/\s\"':]+", "~", text)
         text = _SECRETS.sub("<removed>", text)
         return _NAMED.sub(
-            lambda m: m[0] if m[2].isdigit() or m[2] in ("null", "None", "true", "false") else f"{m[1]}<removed>", text
+            lambda m: (
+                m[0]
+                if m[2].isdigit() or m[2] in ("null", "None", "true", "false")
+                else f"{m[1]}<removed>"
+            ),
+            text,
         )
 
 
@@ -94,10 +102,15 @@ def write_bundle(path: Path, report: Report, found: Diagnosis) -> Path:
         log = f"logs/{number:03}.log"
         files[log] = start.observation.log
         body = start.observation.to_json() | {"log": log}
-        observations.append({
-            "settings": sorted(start.configuration), "index": start.index, "state": start.seen.state, "bad": dict(start.seen.bad),
-            "observation": body,
-        })  # fmt: skip
+        observations.append(
+            {
+                "settings": sorted(start.configuration),
+                "index": start.index,
+                "state": start.seen.state,
+                "bad": dict(start.seen.bad),
+                "observation": body,
+            }
+        )
     files["starts.json"] = json.dumps(
         jsonable(
             {
@@ -111,16 +124,22 @@ def write_bundle(path: Path, report: Report, found: Diagnosis) -> Path:
     )
     raw = {name: scrub.text(text).encode("utf-8", "replace") for name, text in files.items()}
     manifest = {
-        "format": FORM, "assay": VERSION, "verdict": report.verdict.value,
-        "files": {n: {"sha256": hashlib.sha256(b).hexdigest(), "size": len(b)} for n, b in raw.items()},
-    }  # fmt: skip
+        "format": FORM,
+        "assay": VERSION,
+        "verdict": report.verdict.value,
+        "files": {
+            n: {"sha256": hashlib.sha256(b).hexdigest(), "size": len(b)} for n, b in raw.items()
+        },
+    }
     raw = {"manifest.json": json.dumps(manifest, indent=1).encode(), **raw}
     path, content = _compressed(path, tar_of(raw))
     try:
         path.write_bytes(content)
     except OSError as error:
         raise AssayError(
-            f"cannot write the bundle {path}: {error.strerror}", finding_id="server.bundle", remedy="name another file"
+            f"cannot write the bundle {path}: {error.strerror}",
+            finding_id="server.bundle",
+            remedy="name another file",
         ) from error
     return path
 
@@ -145,7 +164,11 @@ def _digests(model: str | None) -> list[dict[str, Any]]:
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.is_file():
             size = file.stat().st_size
-            digest = hashlib.file_digest(file.open("rb"), "sha256").hexdigest() if size <= _HASHED else None
+            digest = (
+                hashlib.file_digest(file.open("rb"), "sha256").hexdigest()
+                if size <= _HASHED
+                else None
+            )
             found.append({"path": file.name, "size": size, "sha256": digest})
     return found
 
@@ -205,28 +228,46 @@ def show_bundle(path: Path) -> Report:
     files = read_bundle(path)
     try:
         report = _report(files)
-        findings = [Finding(**f | {"severity": Severity(f["severity"])}) for f in report["findings"]]
+        findings = [
+            Finding(**f | {"severity": Severity(f["severity"])}) for f in report["findings"]
+        ]
         verdict = Verdict(report["verdict"])
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(path, str(error)) from error
     rows = [(name, f"{len(body):,}") for name, body in files.items()]
     return Report(
-        command="bundle", verdict=verdict, subject={"bundle": str(path), **report.get("subject", {})}, findings=findings,
-        results=report["results"], environment=report.get("environment") or {},
+        command="bundle",
+        verdict=verdict,
+        subject={"bundle": str(path), **report.get("subject", {})},
+        findings=findings,
+        results=report["results"],
+        environment=report.get("environment") or {},
         blocks=(Table("Files", ("file", "bytes"), rows, frozenset({1})),),
-    )  # fmt: skip
+    )
 
 
 def verify_bundle(path: Path) -> Report:
-    """Hold every file against the manifest, and judge the kept starts again: the same states, the same verdict?"""
+    """Hold every file against the manifest, and judge the kept starts again: the same states, the
+    same verdict?
+    """
     files = read_bundle(path)
     findings: list[Finding] = []
     try:
         listed = json.loads(files["manifest.json"])["files"]
         for name in sorted({*listed, *files} - {"manifest.json"}):
             body = files.get(name)
-            if body is None or name not in listed or hashlib.sha256(body).hexdigest() != listed[name]["sha256"]:
-                what = "is missing" if body is None else "is not listed" if name not in listed else "was changed"
+            if (
+                body is None
+                or name not in listed
+                or hashlib.sha256(body).hexdigest() != listed[name]["sha256"]
+            ):
+                what = (
+                    "is missing"
+                    if body is None
+                    else "is not listed"
+                    if name not in listed
+                    else "was changed"
+                )
                 findings.append(Finding("server.bundle_changed", Severity.ERROR, f"{name} {what}"))
         stated = _report(files)
         rows, again = _judged_again(json.loads(files["starts.json"]))
@@ -234,18 +275,39 @@ def verify_bundle(path: Path) -> Report:
         raise _unreadable(path, f"{type(error).__name__}: {error}") from error
     for row in rows:
         if row[2] != row[3]:
-            title = f"{row[0]}, start {row[1]}: the bundle says {row[2]}, its evidence says {row[3]}"
+            title = (
+                f"{row[0]}, start {row[1]}: the bundle says {row[2]}, its evidence says {row[3]}"
+            )
             findings.append(Finding("server.bundle_rejudged", Severity.ERROR, title))
     fails = bool(findings)
     return Report(
-        command="bundle", verdict=Verdict.FAIL if fails else Verdict.PASS, subject={"bundle": str(path)}, findings=findings,
-        results={"files": len(files), "stated_verdict": stated.get("verdict"), "starts": again, "guilty": stated["results"].get("guilty")},
-        blocks=(Table("Starts, judged again", ("configuration", "start", "stated", "again"), rows),),
-        summary="" if fails else f"{len(files)} files are as they were written, and {len(rows)} starts are judged as stated.",
-    )  # fmt: skip
+        command="bundle",
+        verdict=Verdict.FAIL if fails else Verdict.PASS,
+        subject={"bundle": str(path)},
+        findings=findings,
+        results={
+            "files": len(files),
+            "stated_verdict": stated.get("verdict"),
+            "starts": again,
+            "guilty": stated["results"].get("guilty"),
+        },
+        blocks=(
+            Table("Starts, judged again", ("configuration", "start", "stated", "again"), rows),
+        ),
+        summary=(
+            ""
+            if fails
+            else (
+                f"{len(files)} files are as they were written, and {len(rows)} starts are judged as"
+                " stated."
+            )
+        ),
+    )
 
 
-def _judged_again(kept: Mapping[str, Any]) -> tuple[list[tuple[str, str, str, str]], list[dict[str, Any]]]:
+def _judged_again(
+    kept: Mapping[str, Any],
+) -> tuple[list[tuple[str, str, str, str]], list[dict[str, Any]]]:
     starts = kept["starts"]
     base: Observation | None = None
     rows: list[tuple[str, str, str, str]] = []
@@ -258,7 +320,14 @@ def _judged_again(kept: Mapping[str, Any]) -> tuple[list[tuple[str, str, str, st
             base = seen
             if state == "undecided":
                 state = start["state"]
-        rows.append((", ".join(start["settings"]) or "baseline", str(start["index"] + 1), start["state"], state))
+        rows.append(
+            (
+                ", ".join(start["settings"]) or "baseline",
+                str(start["index"] + 1),
+                start["state"],
+                state,
+            )
+        )
         again.append({"settings": start["settings"], "stated": start["state"], "again": state})
     return rows, again
 

@@ -1,4 +1,6 @@
-"""`assay doctor`: which setting of a serve command breaks it? Launch, bisect, prove, and say what to use now."""
+"""`assay doctor`: which setting of a serve command breaks it? Launch, bisect, prove, and say what
+to use now.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,22 @@ from assay.serving.search import (
     overturned,
     starts_needed,
 )
-from assay.serving.symptoms import Engaged, Measure, Observation, Seen, engaged, measure, rules_of, see
+from assay.serving.symptoms import (
+    Engaged,
+    Measure,
+    Observation,
+    Seen,
+    engaged,
+    measure,
+    rules_of,
+    see,
+)
 from assay.verdict import Finding, Report, Severity
 
 _FRESH, _SHARED = 24 * 3600.0, 3600.0
-"""Seconds for which a start counts again: in an interrupted run of the same command, and in any other run."""
+"""Seconds for which a start counts again: in an interrupted run of the same command, and in any
+other run.
+"""
 _MOST_KEPT = 200 << 20
 """Bytes of starts that are kept."""
 _LOG_KEPT = 30_000
@@ -97,7 +110,9 @@ class Diagnosis:
 
     def of(self, configuration: Configuration) -> Start | None:
         """The first measured start of a configuration."""
-        starts = [s for s in self.starts if s.configuration == configuration and not s.observation.failed]
+        starts = [
+            s for s in self.starts if s.configuration == configuration and not s.observation.failed
+        ]
         return starts[0] if starts else None
 
     @property
@@ -110,7 +125,11 @@ def start_elsewhere(asked: Asked) -> Answered:
     """Launch and measure one start in this process, for a doctor on another machine."""
     doctor = Doctor(asked.command, asked.options, NO_PROGRESS)
     require_disk(doctor.folder)
-    doctor.baseline, doctor.rules, doctor.until = asked.baseline, asked.symptom, time.monotonic() + asked.left
+    doctor.baseline, doctor.rules, doctor.until = (
+        asked.baseline,
+        asked.symptom,
+        time.monotonic() + asked.left,
+    )
     observation = None
     with suppress(OutOfTime):
         observation = doctor._launch(asked.configuration, asked.index, asked.rules, asked.number)
@@ -126,12 +145,18 @@ class Doctor:
         self.found = Diagnosis(command, options)
         self.until = time.monotonic() + 60 * options.budget
         about = [
-            command.start, command.fixed, [(s.name, s.words, s.value) for s in command.settings], command.environment,
-            _identity(command), options.facts(), _measured_by(),
-        ]  # fmt: skip
+            command.start,
+            command.fixed,
+            [(s.name, s.words, s.value) for s in command.settings],
+            command.environment,
+            _identity(command),
+            options.facts(),
+            _measured_by(),
+        ]
         self.name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
         self.folder = cache_dir(f"doctor/{self.name}")
-        # A start is kept by the command line that was started, so that commands share their baseline.
+        # A start is kept by the command line that was started, so that commands share their
+        # baseline.
         how = [options.seconds, options.concurrency, options.seed, options.tools]
         self.kept = Kept(cache_dir("doctor/starts"), [_identity(command), how, _measured_by()])
         self.since = time.time() if options.fresh else 0.0
@@ -159,9 +184,17 @@ class Doctor:
     def _start(self, configuration: Configuration, index: int) -> State:
         observation, resumed = self.observe(configuration, index)
         seen = see(observation, self.baseline, self.rules, self.options.slower)
-        # The baseline is timed (again) where only speed is bad, or where it was not timed and this start was.
-        base, timed = self.baseline, len(observation.speeds) >= 3 and "slower" in (self.rules or _SPEED)
-        unsure = seen.bad.keys() <= _SPEED if seen.bad else timed and base is not None and len(base.speeds) < 3
+        # The baseline is timed (again) where only speed is bad, or where it was not timed and this
+        # start was.
+        base, timed = (
+            self.baseline,
+            len(observation.speeds) >= 3 and "slower" in (self.rules or _SPEED),
+        )
+        unsure = (
+            seen.bad.keys() <= _SPEED
+            if seen.bad
+            else timed and base is not None and len(base.speeds) < 3
+        )
         if base is not None and unsure and not self.steadied:
             self._steady()
             seen = see(observation, self.baseline, self.rules, self.options.slower)
@@ -175,14 +208,20 @@ class Doctor:
 
     def _add(self, start: Start) -> None:
         """Keep a start; one that was judged before is judged anew, not listed twice."""
-        same = [s for s in self.found.starts if (s.configuration, s.index) == (start.configuration, start.index)]
+        same = [
+            s
+            for s in self.found.starts
+            if (s.configuration, s.index) == (start.configuration, start.index)
+        ]
         if same and start.resumed:
             self.found.starts = [s for s in self.found.starts if s is not same[0]]
             start = replace(start, resumed=same[0].resumed)
         self.found.starts.append(start)
 
     def _steady(self) -> None:
-        """Time the baseline once more: what differs between two starts of it is not the fault of a setting."""
+        """Time the baseline once more: what differs between two starts of it is not the fault of a
+        setting.
+        """
         self.steadied = True
         again, resumed = self.observe(frozenset(), 1, rules=frozenset({"slower"}))
         if self.baseline is None or again.failed:
@@ -217,26 +256,38 @@ class Doctor:
         self.now = ""
         return observation, False
 
-    def _known(self, configuration: Configuration, index: int, rules: Collection[str]) -> Observation | None:
+    def _known(
+        self, configuration: Configuration, index: int, rules: Collection[str]
+    ) -> Observation | None:
         # What was measured for all rules serves for some of them too.
         for wider in (rules, rules_of(self.options.symptom), frozenset()):
             kept = self.kept.get(self._key(configuration, index, wider))
             if kept is not None and self._counts(kept):
                 found = Observation.from_json(kept["observation"])
-                # A start that was asked for other things may not have been timed, or at another hour.
-                if rules and set(rules) <= _SPEED and wider != rules and (kept["run"] != self.name or not found.speeds):
+                # A start that was asked for other things may not have been timed, or at another
+                # hour.
+                if (
+                    rules
+                    and set(rules) <= _SPEED
+                    and wider != rules
+                    and (kept["run"] != self.name or not found.speeds)
+                ):
                     continue
                 return found
         return None
 
-    def _put(self, configuration: Configuration, index: int, rules: Collection[str], seen: Observation) -> None:
+    def _put(
+        self, configuration: Configuration, index: int, rules: Collection[str], seen: Observation
+    ) -> None:
         kept = {"at": time.time(), "run": self.name, "observation": seen.to_json()}
         self.kept.put(self._key(configuration, index, rules), kept)
 
     def _ask_cluster(
         self, configuration: Configuration, indices: Sequence[int], rules: Collection[str]
     ) -> list[Observation]:
-        """Starts of one configuration at the same time; each is kept as it comes. OutOfTime where one had none left."""
+        """Starts of one configuration at the same time; each is kept as it comes. OutOfTime where
+        one had none left.
+        """
         assert self.cluster is not None
         found, seen = self.found, list[Observation]()
         asked = [
@@ -257,13 +308,20 @@ class Doctor:
         return seen
 
     def _ahead(self, configuration: Configuration, index: int, count: int) -> None:
-        """Run starts that will be needed at the same time, as many as the cluster takes; their turn finds them kept."""
+        """Run starts that will be needed at the same time, as many as the cluster takes; their turn
+        finds them kept.
+        """
         if self.cluster is None or self.left() <= 0:
             return
         wanted = range(index, index + min(count, self.cluster.size))
-        todo = [number for number in wanted if self._known(configuration, number, self.rules) is None]
+        todo = [
+            number for number in wanted if self._known(configuration, number, self.rules) is None
+        ]
         if len(todo) > 1:
-            self.now = f"{self.label(configuration)}, starts {todo[0] + 1} to {todo[-1] + 1}: at the same time"
+            self.now = (
+                f"{self.label(configuration)}, starts {todo[0] + 1} to {todo[-1] + 1}: at the same"
+                " time"
+            )
             self.say(self.now)
             self._ask_cluster(configuration, todo, self.rules)
             self._came |= {(configuration, number) for number in todo}
@@ -288,7 +346,9 @@ class Doctor:
             return bool(time.time() - kept["at"] < _FRESH)
         return time.time() - kept["at"] < _SHARED and not kept["observation"]["failed"]
 
-    def _launch(self, configuration: Configuration, index: int, rules: Collection[str], number: int) -> Observation:
+    def _launch(
+        self, configuration: Configuration, index: int, rules: Collection[str], number: int
+    ) -> Observation:
         command, options, label = self.found.command, self.options, self.label(configuration)
         from assay.engines.server.engine import read_key
 
@@ -300,15 +360,26 @@ class Doctor:
                 command, configuration, log, timeout=timeout, health=options.health,
                 api_key=read_key(self.key_env), lock=options.start_lock,
             ) as running:  # fmt: skip
-                self.now = f"{label}, start {index + 1}: asking, it started in {running.seconds:.0f} s"
+                self.now = (
+                    f"{label}, start {index + 1}: asking, it started in {running.seconds:.0f} s"
+                )
                 seen = self._measure(running, index, rules, configuration)
                 died = running.ends() if seen.said else not running.alive()
                 if not configuration and not died and see(seen, None, self.rules).state == "bad":
-                    self._compare(running.url)  # while it runs: another start would take as long again
+                    self._compare(
+                        running.url
+                    )  # while it runs: another start would take as long again
                 return replace(
-                    seen, start_s=running.seconds, log=tail_of(log, _LOG_KEPT, _LOG_KEPT), died=died,
-                    said=seen.said if not died else f"the server ended while it was asked: {seen.said}",
-                )  # fmt: skip
+                    seen,
+                    start_s=running.seconds,
+                    log=tail_of(log, _LOG_KEPT, _LOG_KEPT),
+                    died=died,
+                    said=(
+                        seen.said
+                        if not died
+                        else f"the server ended while it was asked: {seen.said}"
+                    ),
+                )
         except StartFailed as failed:
             if failed.kind == "silent" and self.left() <= 1 and number:
                 raise OutOfTime from failed
@@ -317,15 +388,26 @@ class Doctor:
     def _measure(
         self, running: Running, index: int, rules: Collection[str], configuration: Configuration
     ) -> Observation:
-        # A start that took long is worth a longer look, longer still while it is unclear: another one takes as long again.
+        # A start that took long is worth a longer look, longer still while it is unclear: another
+        # one takes as long again.
         seconds = max(5.0, min(max(self.how.seconds, running.seconds / 2), self.left()))
-        how = replace(self.how, seconds=seconds, longer=max(0.0, min(running.seconds, self.left() - seconds)))
+        how = replace(
+            self.how, seconds=seconds, longer=max(0.0, min(running.seconds, self.left() - seconds))
+        )
         kinds = {s.safe.kind for s in self._settings(configuration)}
         try:
             return measure(
-                running.url, how, index, rules, self.baseline, kinds=kinds, first=self.drafts, log=running.log,
-                api_key_env=self.key_env, model=self.found.command.asked(configuration),
-            )  # fmt: skip
+                running.url,
+                how,
+                index,
+                rules,
+                self.baseline,
+                kinds=kinds,
+                first=self.drafts,
+                log=running.log,
+                api_key_env=self.key_env,
+                model=self.found.command.asked(configuration),
+            )
         except AssayError as error:
             if running.ends():
                 return Observation(said=error.message)
@@ -349,9 +431,13 @@ class Doctor:
     # What is found out.
 
     def run(self) -> Diagnosis:
-        """Baseline, given command, guilty sets, acquittal, ladder; what was measured stays when it is cut off."""
+        """Baseline, given command, guilty sets, acquittal, ladder; what was measured stays when it
+        is cut off.
+        """
         began = time.monotonic()
-        self.until = began + 60 * self.options.budget  # not from when it began to wait for another doctor
+        self.until = (
+            began + 60 * self.options.budget
+        )  # not from when it began to wait for another doctor
         try:
             self._examine()
         except OutOfTime:
@@ -401,19 +487,27 @@ class Doctor:
             self._climb()
 
     def _baseline(self) -> bool:
-        """Measure the baseline; where it does not start, with what a model may need to load. False if nothing starts."""
+        """Measure the baseline; where it does not start, with what a model may need to load. False
+        if nothing starts.
+        """
         found = self.found
         observation, resumed = self.observe(frozenset(), 0)
-        found.starts.append(Start(frozenset(), 0, see(observation, None, self.rules), observation, resumed))
+        found.starts.append(
+            Start(frozenset(), 0, see(observation, None, self.rules), observation, resumed)
+        )
         if observation.failed == "memory":  # another process may have had it for a moment
             observation, resumed = self.observe(frozenset(), 1)
-            found.starts.append(Start(frozenset(), 1, see(observation, None, self.rules), observation, resumed))
+            found.starts.append(
+                Start(frozenset(), 1, see(observation, None, self.rules), observation, resumed)
+            )
         if observation.failed:
             self.say(f"baseline does not start: {observation.said[:200]}")
             needed = [s.name for s in found.command.settings if s.safe.needed]
             for kept in [[n] for n in needed] + ([needed] if len(needed) > 1 else []):
                 again, resumed = self.observe(frozenset(kept), 0)
-                found.starts.append(Start(frozenset(kept), 0, see(again, None, self.rules), again, resumed))
+                found.starts.append(
+                    Start(frozenset(kept), 0, see(again, None, self.rules), again, resumed)
+                )
                 if not again.failed:
                     found.kept_safe = kept
                     self._keep(kept)
@@ -423,10 +517,13 @@ class Doctor:
                 everything = found.all
                 given, resumed = self.observe(everything, 0) if everything else (observation, True)
                 if everything:
-                    found.starts.append(Start(everything, 0, see(given, None, self.rules), given, resumed))
+                    found.starts.append(
+                        Start(everything, 0, see(given, None, self.rules), given, resumed)
+                    )
                 if given.failed or not everything:
                     found.failed = (
-                        f"nothing could be launched: {(given.said if given.failed else observation.said)[:300]}"
+                        "nothing could be launched:"
+                        f" {(given.said if given.failed else observation.said)[:300]}"
                     )
                 else:
                     found.given = see(given, None, self.rules)
@@ -449,11 +546,19 @@ class Doctor:
             always=(*command.always, *words),
             settings=tuple(s for s in command.settings if s.name not in names),
         )
-        self.found.starts = [replace(s, configuration=s.configuration - set(names)) for s in self.found.starts]
+        self.found.starts = [
+            replace(s, configuration=s.configuration - set(names)) for s in self.found.starts
+        ]
 
     def _given(self) -> State:
-        """As bad as it looks, or as good as the baseline in as many starts as a fault of the declared rate needs."""
-        found, everything, needed = self.found, self.found.all, starts_needed(self.options.fault_rate)
+        """As bad as it looks, or as good as the baseline in as many starts as a fault of the
+        declared rate needs.
+        """
+        found, everything, needed = (
+            self.found,
+            self.found.all,
+            starts_needed(self.options.fault_rate),
+        )
         tally_bad = tally_good = cannot = unclear = 0
         while True:
             if tally_good and not tally_bad:  # a good command needs them all, and so far it is one
@@ -466,8 +571,11 @@ class Doctor:
                     return "cannot_run"
             elif state == "bad":
                 tally_bad += 1
-                found.given = last.seen if found.given is None or found.given.state != "bad" else found.given
-                # One start decides where the evidence is beyond doubt, or the second shows the same.
+                found.given = (
+                    last.seen if found.given is None or found.given.state != "bad" else found.given
+                )
+                # One start decides where the evidence is beyond doubt, or the second shows the
+                # same.
                 if last.seen.certain or tally_bad >= 2:
                     break
             elif state == "good":
@@ -485,7 +593,9 @@ class Doctor:
         assert found.given is not None
         self.rules = frozenset(found.given.bad)
         if last.seen.certain and self.rules - _SPEED:
-            self.rules -= _SPEED  # the speed of text that is broken says nothing, and it varies more
+            self.rules -= (
+                _SPEED  # the speed of text that is broken says nothing, and it varies more
+            )
         sure = last.seen.certain and not tally_good
         self.bench.rates = Rates(dict(RATES if sure else VARYING)).after(tally_bad, tally_good)
         self.bench.settled |= {everything: "bad", frozenset(): "good"}
@@ -494,7 +604,9 @@ class Doctor:
         return "bad"
 
     def _weight(self, name: str) -> float:
-        """How likely a setting is guilty: by the table, by what is bad, and by what is known to break."""
+        """How likely a setting is guilty: by the table, by what is bad, and by what is known to
+        break.
+        """
         setting = self.found.setting(name)
         weight = setting.safe.suspicion
         if self.rules <= {"slower", "speculation"}:
@@ -513,7 +625,9 @@ class Doctor:
                 for _ in range(3 if self.options.fault_rate < 1 else 0):
                     if not overturned(self.bench, names):
                         break
-                    names, proven = minimal_failing_set(sorted(left), self.bench.decide, self._weight)
+                    names, proven = minimal_failing_set(
+                        sorted(left), self.bench.decide, self._weight
+                    )
             except OutOfTime:
                 found.guilty.append(names)
                 found.proven = False
@@ -533,7 +647,9 @@ class Doctor:
                 found.acquitted |= configuration - accused
 
     def _find_cannot_run(self) -> None:
-        """Which settings keep the server from starting: these can be judged on another machine only."""
+        """Which settings keep the server from starting: these can be judged on another machine
+        only.
+        """
         found = self.found
         why = found.starts[-1].observation.said
 
@@ -557,10 +673,17 @@ class Doctor:
         self.bench.tallies, self.bench.settled = {}, {}
 
     def _climb(self) -> None:
-        """Add the acquitted settings back, one by one, and measure: the fastest that is still coherent."""
+        """Add the acquitted settings back, one by one, and measure: the fastest that is still
+        coherent.
+        """
         found = self.found
         safe = self._complement()
-        if self.options.ladder and self.baseline is not None and self.baseline.speed is None and self.left() > 30:
+        if (
+            self.options.ladder
+            and self.baseline is not None
+            and self.baseline.speed is None
+            and self.left() > 30
+        ):
             self._steady()
         base = self.baseline or Observation()
         if base.speed is not None:
@@ -577,14 +700,17 @@ class Doctor:
                     s.observation
                     for s in found.starts
                     if s.configuration == configuration
-                    and (s.observation.speed or (s.seen.state == "good" and not self.options.ladder))
+                    and (
+                        s.observation.speed or (s.seen.state == "good" and not self.options.ladder)
+                    )
                 ),
                 None,
             )
             if kept is None:
                 if self.left() < 30:
                     break
-                # All of them together were found as good as the baseline: what is left is to time them.
+                # All of them together were found as good as the baseline: what is left is to time
+                # them.
                 index = sum(s.configuration == configuration for s in found.starts)
                 kept, resumed = self.observe(configuration, index, rules=_SPEED)
                 seen = see(kept, self.baseline, {"throughput"})
@@ -606,7 +732,9 @@ class Doctor:
             return
         for setting in found.command.settings:
             if setting.name not in found.cannot_run:
-                found.engaged[setting.name] = engaged(setting, given.observation, base.observation if base else None)
+                found.engaged[setting.name] = engaged(
+                    setting, given.observation, base.observation if base else None
+                )
 
     def _checkpoint(self) -> None:
         """The baseline itself fails: look at the files, then at the numbers."""
@@ -620,18 +748,29 @@ class Doctor:
         self.now = "the baseline fails: verifying the checkpoint"
         self.say(self.now)
         with suppress(AssayError):
-            self.found.checkpoint.insert(0, verify(str(path), VerifyOptions(values=True, allow_unverified=True)))
-        if self.cluster or self.reference() is None or len(self.found.checkpoint) > 1 or self.left() < 60:
+            self.found.checkpoint.insert(
+                0, verify(str(path), VerifyOptions(values=True, allow_unverified=True))
+            )
+        if (
+            self.cluster
+            or self.reference() is None
+            or len(self.found.checkpoint) > 1
+            or self.left() < 60
+        ):
             return
         log = self.folder / "compare.log"
         with (
             suppress(StartFailed),
-            launched(self.found.command, frozenset(), log, timeout=self.options.start_timeout) as running,
+            launched(
+                self.found.command, frozenset(), log, timeout=self.options.start_timeout
+            ) as running,
         ):
             self._compare(running.url)
 
     def reference(self) -> str | None:
-        """The model to compare a failing baseline with: the named one, else transformers on the same files, if they fit."""
+        """The model to compare a failing baseline with: the named one, else transformers on the
+        same files, if they fit.
+        """
         path = Path(self.found.command.model or "").expanduser()
         if self.options.reference_engine or not (path / "config.json").is_file():
             return self.options.reference_engine
@@ -658,14 +797,18 @@ class Doctor:
             self.found.checkpoint.append(run_compare(plan, self.progress))
             named = Path(engine.removeprefix("hf:").partition("?")[0]).expanduser()
             own = Path(self.found.command.model or "").expanduser()
-            self.found.compared_itself = engine.startswith("hf:") and named.resolve() == own.resolve()
+            self.found.compared_itself = (
+                engine.startswith("hf:") and named.resolve() == own.resolve()
+            )
         except AssayError as error:
             self.found.notices.append(replace(error.to_finding(), severity=Severity.WARNING))
 
 
 def _names(name: str, words: Sequence[str], said: str) -> bool:
     """Whether the engine names an option, in the form that the command has, in what it says."""
-    return any(re.search(rf"(?<![\w-]){re.escape(form)}(?![\w-])", said) for form in {name, *words[:1]})
+    return any(
+        re.search(rf"(?<![\w-]){re.escape(form)}(?![\w-])", said) for form in {name, *words[:1]}
+    )
 
 
 def _own_key(command: ServeCommand) -> str | None:
@@ -675,9 +818,15 @@ def _own_key(command: ServeCommand) -> str | None:
 
 def _no_baseline(said: str) -> Any:
     return Finding(
-        "server.no_baseline", Severity.WARNING, "the baseline cannot run on this machine, so nothing can be compared with it",
-        detail=said[:400], remedies=("name a machine with more memory", "assay check the running server with --reference-engine"),
-    )  # fmt: skip
+        "server.no_baseline",
+        Severity.WARNING,
+        "the baseline cannot run on this machine, so nothing can be compared with it",
+        detail=said[:400],
+        remedies=(
+            "name a machine with more memory",
+            "assay check the running server with --reference-engine",
+        ),
+    )
 
 
 def _measured_by() -> str:
@@ -692,5 +841,7 @@ def _identity(command: ServeCommand) -> list[Any]:
         path = Path(name).expanduser() if name else None
         if path and path.exists():
             files = sorted(path.iterdir()) if path.is_dir() else [path]
-            found += [[f.name, f.stat().st_size, int(f.stat().st_mtime)] for f in files if f.is_file()][:200]
+            found += [
+                [f.name, f.stat().st_size, int(f.stat().st_mtime)] for f in files if f.is_file()
+            ][:200]
     return found

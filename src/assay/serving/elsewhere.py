@@ -1,4 +1,6 @@
-"""Starts that run on other machines: what is asked for, what comes back, and who does it (`assay.serving.elsewhere`)."""
+"""Starts that run on other machines: what is asked for, what comes back, and who does it
+(`assay.serving.elsewhere`).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answered:
-    """What such a start showed (None: out of time), and how a failing baseline compares with a trusted engine."""
+    """What such a start showed (None: out of time), and how a failing baseline compares with a
+    trusted engine.
+    """
 
     observation: Observation | None
     compared: Sequence[Report]
@@ -71,15 +75,17 @@ class Cluster(Protocol):
         """What was lost on the way."""
 
 
-# -----------------------------------------------------------------------------
 # Starts on a Ray cluster: a worker launches a configuration on its node and asks it there.
 #
-# The doctor decides and keeps what was measured, as it does without Ray; a worker gives one start at a time.
-# What the doctor hands over and gets back is its own affair: workers find its function by import path.
+# The doctor decides and keeps what was measured, as it does without Ray; a worker gives one start
+# at a time. What the doctor hands over and gets back is its own affair: workers find its function
+# by import path.
 
 
 _START = "assay.serving.doctor:start_elsewhere"
-_READ = frozenset({".py", ".sh", ".json", ".jinja", ".gguf", ".safetensors", ".yaml", ".yml", ".toml"})
+_READ = frozenset(
+    {".py", ".sh", ".json", ".jinja", ".gguf", ".safetensors", ".yaml", ".yml", ".toml"}
+)
 """Suffixes of files that a command reads; another file that it names may be one that it writes."""
 _ENGINES = ("vllm", "torch", "transformers", "sglang", "llama_cpp_python")
 _OF_ENGINES = re.compile(r"(VLLM|HF|TORCH|TRITON|CUDA|NCCL|GGML|LLAMA|OMP|MKL)_(?!VISIBLE_DEVICES)")
@@ -90,7 +96,8 @@ class StartWorker(Worker):
     """A process that launches servers, one at a time."""
 
     def __init__(self, threads: int) -> None:
-        # A server takes as many threads as it would without Ray, which sets this variable in its workers.
+        # A server takes as many threads as it would without Ray, which sets this variable in its
+        # workers.
         os.environ.pop("OMP_NUM_THREADS", None)
         self._node = ""
 
@@ -100,7 +107,9 @@ class StartWorker(Worker):
         return self._node, software
 
     def open(self, spec: str) -> Any:
-        """Be where the command was given, with its engine's variables; what the machine and the command's files are."""
+        """Be where the command was given, with its engine's variables; what the machine and the
+        command's files are.
+        """
 
         def opened() -> tuple[dict[str, Any], dict[str, Any]]:
             asked = json.loads(spec)
@@ -115,8 +124,12 @@ class StartWorker(Worker):
             os.environ["ASSAY_SUPERVISOR_APART"] = "1"
             there, gpu = describe(), gpus()
             machine = {name: there[name] for name in ("platform", "cpu", "cpu_count")}
-            setup = {"platform": there["platform"], "gpu": gpu} if gpu else machine  # whose host does not matter
-            return {"machine": setup, **of_command(asked["words"], asked["model"])}, machine | {"gpu": gpu}
+            setup = (
+                {"platform": there["platform"], "gpu": gpu} if gpu else machine
+            )  # whose host does not matter
+            return {"machine": setup, **of_command(asked["words"], asked["model"])}, machine | {
+                "gpu": gpu
+            }
 
         return _answer(opened)
 
@@ -126,7 +139,9 @@ class StartWorker(Worker):
 
 
 def gpus() -> str | None:
-    """The kinds of the node's GPUs, as the driver lists them: to ask CUDA itself would take memory of a GPU."""
+    """The kinds of the node's GPUs, as the driver lists them: to ask CUDA itself would take memory
+    of a GPU.
+    """
     found = set()
     for file in Path("/proc/driver/nvidia/gpus").glob("*/information"):
         found |= set(re.findall(r"Model:\s*(.+)", file.read_text(errors="replace")))
@@ -134,21 +149,33 @@ def gpus() -> str | None:
 
 
 def of_command(words: Sequence[str], model: str | None) -> dict[str, dict[str, str]]:
-    """The programs of a command, by version or digest, and the SHA-256 of the files that it reads on this machine."""
+    """The programs of a command, by version or digest, and the SHA-256 of the files that it reads
+    on this machine.
+    """
     programs, files = dict[str, str](), dict[str, str]()
     for word in words:
         if (there := shutil.which(word)) is None:
             continue
         beside = Path(there).parent.parent.glob("lib/python3*/site-packages/*.dist-info")
-        versions = sorted(p.name.removesuffix(".dist-info") for p in beside if p.name.partition("-")[0] in _ENGINES)
+        versions = sorted(
+            p.name.removesuffix(".dist-info")
+            for p in beside
+            if p.name.partition("-")[0] in _ENGINES
+        )
         with Path(there).open("rb") as file:
             script = file.read(2) == b"#!"
         programs[word] = ", ".join(versions) or ("script" if script else _digest_of(there))
     named = [name for word in words for name in re.findall(r"[^\s\"',={}\[\]]+", word)]
     for name in dict.fromkeys([*named, *([model] if model else [])]):
         path = Path(name).expanduser()
-        if name == model or (path.is_file() and path.suffix in _READ) or (path / "config.json").is_file():
-            files |= {f"{name}: {file}": digest for file, digest in model_files(f"file:{name}").items()}
+        if (
+            name == model
+            or (path.is_file() and path.suffix in _READ)
+            or (path / "config.json").is_file()
+        ):
+            files |= {
+                f"{name}: {file}": digest for file, digest in model_files(f"file:{name}").items()
+            }
     return {"programs": programs, "files": files}
 
 
@@ -165,14 +192,28 @@ class Starts(Pool):
     LEANER = ": without a GPU a start has a node to itself"
     TOO_MUCH = "start", ""
 
-    def __init__(self, address: str, workers: int, progress: Progress, command: Any, key_env: str | None) -> None:
+    def __init__(
+        self, address: str, workers: int, progress: Progress, command: Any, key_env: str | None
+    ) -> None:
         super().__init__(address, workers, progress)
         everything = [setting.name for setting in command.settings]
         if "CUDA_VISIBLE_DEVICES" in command.variables(everything):
-            raise UsageError("Ray chooses the GPUs of a start", remedy="leave CUDA_VISIBLE_DEVICES out of the command")
+            raise UsageError(
+                "Ray chooses the GPUs of a start",
+                remedy="leave CUDA_VISIBLE_DEVICES out of the command",
+            )
         words: list[str] = command.words(everything, "PORT")
-        own = {name: value for name, value in os.environ.items() if name == key_env or _OF_ENGINES.match(name)}
-        about = {"folder": str(Path.cwd()), "words": words, "model": command.model, "environment": own}
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if name == key_env or _OF_ENGINES.match(name)
+        }
+        about = {
+            "folder": str(Path.cwd()),
+            "words": words,
+            "model": command.model,
+            "environment": own,
+        }
         self._words, self._model = words, command.model
         self.spec = json.dumps(about)
 
@@ -211,7 +252,9 @@ class Starts(Pool):
         return opened  # type: ignore[no-any-return]
 
     def starts(self, asked: Sequence[Any]) -> Iterator[Any]:
-        """What each start showed, in their order. AssayError where one was lost too often, or servers differ."""
+        """What each start showed, in their order. AssayError where one was lost too often, or
+        servers differ.
+        """
         units = [lambda one=one: ("run", (_START, one)) for one in asked]
         for node, answered in self.map(self.spec, units):
             if answered.version:

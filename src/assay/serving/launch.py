@@ -1,4 +1,6 @@
-"""Launch a configuration: a free port, a log, ready by health and by a first token, and nothing left at any exit."""
+"""Launch a configuration: a free port, a log, ready by health and by a first token, and nothing
+left at any exit.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
 class StartFailed(Exception):
-    """The server did not come up. `kind`: `memory`, `refused` (it does not take the command), `died` or `silent`."""
+    """The server did not come up. `kind`: `memory`, `refused` (it does not take the command),
+    `died` or `silent`.
+    """
 
     def __init__(self, kind: str, said: str, log: Path) -> None:
         super().__init__(said)
@@ -58,14 +62,19 @@ class Running:
 
 
 _MEMORY = re.compile(
-    r"out of memory|OutOfMemory|MemoryError|bad_alloc|cannot allocate memory|failed to allocate|no available memory for|"
-    r"not enough memory|free memory on device|larger than the maximum number of tokens|unable to allocate|ENOMEM|"
-    r"insufficient memory|exceeds? (?:the )?available memory|memory .{0,30}is less than", re.IGNORECASE,
-)  # fmt: skip
+    r"out of memory|OutOfMemory|MemoryError|bad_alloc|cannot allocate memory|failed to allocate|no"
+    r" available memory for|"
+    r"not enough memory|free memory on device|larger than the maximum number of tokens|unable to"
+    r" allocate|ENOMEM|"
+    r"insufficient memory|exceeds? (?:the )?available memory|memory .{0,30}is less than",
+    re.IGNORECASE,
+)
 _REFUSED = re.compile(
-    r"unrecogni[sz]ed argument|error: argument|invalid argument|unknown (?:argument|option|flag)|usage:|ValidationError|"
-    r"not supported|unsupported|ValueError|NotImplementedError|no such option", re.IGNORECASE,
-)  # fmt: skip
+    r"unrecogni[sz]ed argument|error: argument|invalid argument|unknown"
+    r" (?:argument|option|flag)|usage:|ValidationError|"
+    r"not supported|unsupported|ValueError|NotImplementedError|no such option",
+    re.IGNORECASE,
+)
 _PORT = re.compile(r"address already in use|EADDRINUSE|couldn't bind|failed to bind", re.IGNORECASE)
 _TELLING = re.compile(r"error|exception|fatal|failed|cannot|abort|out of memory", re.IGNORECASE)
 
@@ -75,8 +84,12 @@ def require_program(command: ServeCommand) -> None:
     name = command.start[0]
     if name.rpartition("/")[2] in ("docker", "podman", "kubectl", "ssh", "srun"):
         raise UsageError(
-            f"a server behind {name} cannot be launched with other settings: its options are not the engine's",
-            remedy="run assay doctor inside the container or on the node, or name a script by --command-template",
+            f"a server behind {name} cannot be launched with other settings: its options are not"
+            " the engine's",
+            remedy=(
+                "run assay doctor inside the container or on the node, or name a script by"
+                " --command-template"
+            ),
         )
     if shutil.which(name, path=command.environment.get("PATH")) is None:
         raise AssayError(
@@ -87,17 +100,30 @@ def require_program(command: ServeCommand) -> None:
 
 
 def gpus() -> str | None:
-    """Name, driver and memory of the GPUs, one a line, as nvidia-smi says; None where there is none."""
+    """Name, driver and memory of the GPUs, one a line, as nvidia-smi says; None where there is
+    none.
+    """
     if shutil.which("nvidia-smi") is None:
         return None
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.strip() or None
+        query = [
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,memory.total",
+            "--format=csv,noheader",
+        ]
+        return (
+            subprocess.run(
+                query, capture_output=True, text=True, timeout=20, check=False
+            ).stdout.strip()
+            or None
+        )
     return None
 
 
 def require_disk(folder: Path) -> None:
-    """AssayError where logs would fill the disk: a server that cannot write its log fails in its own ways."""
+    """AssayError where logs would fill the disk: a server that cannot write its log fails in its
+    own ways.
+    """
     free = shutil.disk_usage(folder).free
     if free < LEAST_DISK:
         raise AssayError(
@@ -109,7 +135,9 @@ def require_disk(folder: Path) -> None:
 
 @contextlib.contextmanager
 def alone(seconds: float, say: Callable[[str], None]) -> Iterator[None]:
-    """Wait for another doctor on the same devices: two would take each other's memory and speed for faults."""
+    """Wait for another doctor on the same devices: two would take each other's memory and speed for
+    faults.
+    """
     devices = re.sub(r"\W+", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
     with (cache_dir("locks") / f"doctor-{devices}.lock").open("a+") as file:
         until, told = time.monotonic() + seconds, False
@@ -127,7 +155,10 @@ def alone(seconds: float, say: Callable[[str], None]) -> Iterator[None]:
                         remedy="wait for it, or choose other devices by CUDA_VISIBLE_DEVICES",
                     ) from None
                 if not told:
-                    say(f"another doctor (process {other}) is at work on these devices: waiting for it")
+                    say(
+                        f"another doctor (process {other}) is at work on these devices: waiting"
+                        " for it"
+                    )
                     told = True
                 time.sleep(0.5)
         file.truncate(0)
@@ -149,12 +180,13 @@ def launched(
     port: int = 0,
     model: str | None = None,
 ) -> Iterator[Running]:
-    """Run a configuration for as long as the block lasts, at `port` (0: a free one); StartFailed where it does not answer.
+    """Run a configuration for as long as the block lasts, at `port` (0: a free one); StartFailed
+    where it does not answer.
 
     `model` is asked for the first token; by default the first that the server lists.
 
-    While it starts, and while it ends, the file `lock` is held: two servers that measure the free memory of one device
-    at one moment take each other's memory for their own.
+    While it starts, and while it ends, the file `lock` is held: two servers that measure the free
+    memory of one device at one moment take each other's memory for their own.
     """
     for attempt in range(1 if port else 3):
         held = contextlib.ExitStack()
@@ -166,8 +198,12 @@ def launched(
         env = {**os.environ, **command.variables(active)}
         child = subprocess.Popen(
             [sys.executable, "-S", "-E", str(_SUPERVISOR), str(log), *words],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, start_new_session=True, bufsize=0,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            start_new_session=True,
+            bufsize=0,
+        )
         watched = _Watched(child)
         try:
             try:
@@ -179,7 +215,9 @@ def launched(
             finally:
                 held.close()
             seconds = time.monotonic() - began
-            yield Running(f"http://127.0.0.1:{at}", log, watched.pid, seconds, watched.alive, watched.ends)
+            yield Running(
+                f"http://127.0.0.1:{at}", log, watched.pid, seconds, watched.alive, watched.ends
+            )
             with _holding(lock, timeout):
                 watched.stop()
             return
@@ -189,13 +227,17 @@ def launched(
 
 @contextlib.contextmanager
 def _holding(lock: Path | None, seconds: float) -> Iterator[bool]:
-    """Wait for a lock file in the order of asking, at most so long, and hold it; yields whether it is held."""
+    """Wait for a lock file in the order of asking, at most so long, and hold it; yields whether it
+    is held.
+    """
     if lock is None:
         yield True
         return
     held, done = threading.Event(), threading.Event()
 
-    def hold() -> None:  # flock cannot wait for a limited time, and asking again and again never gets a turn
+    def hold() -> (
+        None
+    ):  # flock cannot wait for a limited time, and asking again and again never gets a turn
         with lock.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             held.set()
@@ -268,7 +310,13 @@ class _Watched:
 
 
 def _await(
-    watched: _Watched, url: str, log: Path, timeout: float, health: str, api_key: str | None, model: str | None
+    watched: _Watched,
+    url: str,
+    log: Path,
+    timeout: float,
+    health: str,
+    api_key: str | None,
+    model: str | None,
 ) -> None:
     import httpx
 
@@ -283,9 +331,12 @@ def _await(
                 if not healthy:
                     answer = client.get(url + health)
                     healthy = answer.status_code == 200 or (
-                        answer.status_code == 404 and client.get(f"{url}/v1/models").status_code == 200
+                        answer.status_code == 404
+                        and client.get(f"{url}/v1/models").status_code == 200
                     )
-                if healthy and _first_token(client, url, max(5.0, deadline - time.monotonic()), log, model):
+                if healthy and _first_token(
+                    client, url, max(5.0, deadline - time.monotonic()), log, model
+                ):
                     return
             time.sleep(pause)
             pause = min(1.0, pause * 1.3)
@@ -306,9 +357,13 @@ def _first_token(client: object, url: str, timeout: float, log: Path, model: str
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
     }
     for path, body in bodies.items():
-        answer = client.post(url + path, json={"model": model, "max_tokens": 1, **body}, timeout=timeout)
+        answer = client.post(
+            url + path, json={"model": model, "max_tokens": 1, **body}, timeout=timeout
+        )
         if answer.status_code in (401, 403):
-            raise StartFailed("refused", "the server asks for a key: name its variable by --api-key-env", log)
+            raise StartFailed(
+                "refused", "the server asks for a key: name its variable by --api-key-env", log
+            )
         if answer.status_code == 200 and answer.json().get("choices"):
             return True
     return False
@@ -318,7 +373,11 @@ def _failure(watched: _Watched, log: Path) -> StartFailed:
     if watched.failed:
         return StartFailed("refused", watched.failed, log)
     status, tail = watched.status or 0, tail_of(log)
-    end = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    end = (
+        f"was ended by {signal.Signals(-status).name}"
+        if status < 0
+        else f"ended with status {status}"
+    )
     said = f"the server {end} before it answered: {last_words(log)}"
     if _PORT.search(tail):
         return StartFailed("died", f"{said} (address already in use)", log)
@@ -342,7 +401,9 @@ def tail_of(log: Path, size: int = 40_000, head: int = 0) -> str:
 
 
 def last_words(log: Path) -> str:
-    """The line in which a server says what went wrong: one that names memory, else the last error, else the last line."""
+    """The line in which a server says what went wrong: one that names memory, else the last error,
+    else the last line.
+    """
     lines = [line.strip() for line in tail_of(log).splitlines() if line.strip()]
     for pattern in (_MEMORY, _TELLING):
         if found := [line for line in lines if pattern.search(line)]:

@@ -1,8 +1,9 @@
-"""Find a minimal failing set of settings, with configurations whose outcome may vary from start to start.
+"""Find a minimal failing set of settings, with configurations whose outcome may vary from start to
+start.
 
-`decide` is a sequential test on starts (Wald's likelihood ratio with a prior over the rate at which a fault shows);
-`minimal_failing_set` is ddmin (Zeller and Hildebrandt, IEEE TSE 28 (2002) 183) with parts of equal weight, so that a
-setting that is often guilty is tried by itself first.
+`decide` is a sequential test on starts (Wald's likelihood ratio with a prior over the rate at which
+a fault shows); `minimal_failing_set` is ddmin (Zeller and Hildebrandt, IEEE TSE 28 (2002) 183) with
+parts of equal weight, so that a setting that is often guilty is tried by itself first.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ Configuration = frozenset[str]
 ERROR_RATE = 0.05
 """Of each decision: to call a good configuration bad, or a bad one good."""
 FALSE_ALARM = 0.02
-"""Rate at which a start of a good configuration is measured as bad: the rules' own intervals allow about as much."""
+"""Rate at which a start of a good configuration is measured as bad: the rules' own intervals allow
+about as much.
+"""
 RATES: Mapping[float, float] = {0.98: 0.9, 2 / 3: 0.05, 1 / 3: 0.05}
 """Prior over the share of starts that show a fault: most faults are there at every start."""
 VARYING: Mapping[float, float] = {0.98: 0.6, 2 / 3: 0.25, 1 / 3: 0.15}
-"""Prior where the evidence of a bad start was close: such a fault may well not show the next time."""
+"""Prior where the evidence of a bad start was close: such a fault may well not show the next time.
+"""
 MOST_STARTS = 12
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What is known of the share of starts that show the fault: weights over rates, learnt from the given command."""
+    """What is known of the share of starts that show the fault: weights over rates, learnt from the
+    given command.
+    """
 
     weights: Mapping[float, float] = field(default_factory=lambda: dict(RATES))
 
@@ -39,7 +45,9 @@ class Rates:
         return Rates({rate: w / total for rate, w in raw.items()})
 
     def decide(self, bad: int, good: int, error: float = ERROR_RATE) -> State:
-        """`bad` or `good` once the likelihood ratio of the starts leaves (e/(1−e), (1−e)/e); until then `undecided`."""
+        """`bad` or `good` once the likelihood ratio of the starts leaves (e/(1−e), (1−e)/e); until
+        then `undecided`.
+        """
         faulty = sum(w * rate**bad * (1 - rate) ** good for rate, w in self.weights.items())
         healthy = FALSE_ALARM**bad * (1 - FALSE_ALARM) ** good
         ratio = faulty / healthy if healthy > 0 else math.inf
@@ -50,7 +58,9 @@ class Rates:
 
 
 def starts_needed(rate: float, error: float = ERROR_RATE) -> int:
-    """Good starts after which a fault that shows in `rate` of the starts would have shown, but for `error`."""
+    """Good starts after which a fault that shows in `rate` of the starts would have shown, but for
+    `error`.
+    """
     return max(1, math.ceil(math.log(error) / math.log(1 - rate))) if rate < 1 else 1
 
 
@@ -75,9 +85,11 @@ class OutOfTime(Exception):
 
 @dataclass
 class Bench:
-    """Launches configurations until each is decided. `start(configuration, index)` gives the outcome of one start.
+    """Launches configurations until each is decided. `start(configuration, index)` gives the
+    outcome of one start.
 
-    Outcomes are `bad`, `good`, `undecided` (measured, and unclear) or `cannot_run`; `start` raises OutOfTime.
+    Outcomes are `bad`, `good`, `undecided` (measured, and unclear) or `cannot_run`; `start` raises
+    OutOfTime.
     """
 
     start: Callable[[Configuration, int], State]
@@ -85,7 +97,9 @@ class Bench:
     tallies: dict[Configuration, Tally] = field(default_factory=dict)
     settled: dict[Configuration, State] = field(default_factory=dict)
     ahead: Callable[[Configuration, int, int], None] = lambda configuration, index, count: None
-    """Told before a start that `count` starts from `index` on will be needed, so that they may run at the same time."""
+    """Told before a start that `count` starts from `index` on will be needed, so that they may run
+    at the same time.
+    """
 
     def once(self, configuration: Configuration) -> State:
         """One more start."""
@@ -127,7 +141,8 @@ class Bench:
         if not tally.bad + tally.good:
             most = min(most, 2 - tally.cannot)
         while count < most and all(
-            self.rates.decide(tally.bad + bad, tally.good + count - bad) == "undecided" for bad in (0, count)
+            self.rates.decide(tally.bad + bad, tally.good + count - bad) == "undecided"
+            for bad in (0, count)
         ):
             count += 1
         return count
@@ -136,14 +151,17 @@ class Bench:
 def overturned(bench: Bench, names: Sequence[str]) -> bool:
     """Whether one of several settings that fail together can be left out after all.
 
-    That settings fail only together is rare, and each acquittal of a smaller set may be wrong: every set with one of
-    them left out is started once more. If one is bad now, the fault varies, and what was called good is open again.
+    That settings fail only together is rare, and each acquittal of a smaller set may be wrong:
+    every set with one of them left out is started once more. If one is bad now, the fault varies,
+    and what was called good is open again.
     """
     for name in names if len(names) > 1 else ():
         part = frozenset(names) - {name}
         if bench.settled.get(part) == "good" and bench.once(part) == "bad":
             bench.rates = Rates(dict(VARYING))
-            bench.settled = {c: state for c, state in bench.settled.items() if state != "good" or not c}
+            bench.settled = {
+                c: state for c, state in bench.settled.items() if state != "good" or not c
+            }
             return True
     return False
 
@@ -167,12 +185,14 @@ def parts_of(items: Sequence[str], count: int, weight: Callable[[str], float]) -
 
 
 def minimal_failing_set(
-    items: Sequence[str], test: Callable[[Configuration], State], weight: Callable[[str], float] = lambda name: 1.0
+    items: Sequence[str],
+    test: Callable[[Configuration], State],
+    weight: Callable[[str], float] = lambda name: 1.0,
 ) -> tuple[list[str], bool]:
     """Settings that fail together, none of which can be left out, and whether that is proven.
 
-    `items` as a whole is known to be `bad` and nothing at all to be `good`. It is not proven where a smaller
-    configuration could not run or was not decided.
+    `items` as a whole is known to be `bad` and nothing at all to be `good`. It is not proven where
+    a smaller configuration could not run or was not decided.
     """
     left = sorted(items, key=lambda name: -weight(name))
     count, proven = 2, True

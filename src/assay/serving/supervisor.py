@@ -1,10 +1,13 @@
-"""A process between the doctor and a server: when the doctor ends, however it ends, everything under it ends too.
+"""A process between the doctor and a server: when the doctor ends, however it ends, everything
+under it ends too.
 
-It is run by its path with the standard library alone. Orphans of the server become its children (PR_SET_CHILD_SUBREAPER),
-so that also a worker that left the process group is found. It ends the server when its standard input closes.
+It is run by its path with the standard library alone. Orphans of the server become its children
+(PR_SET_CHILD_SUBREAPER), so that also a worker that left the process group is found. It ends the
+server when its standard input closes.
 
-A worker of Ray that ends kills its own children with SIGKILL, after which nobody would end what the server started:
-with ASSAY_SUPERVISOR_APART a process between the two is that child, and its end is the supervisor's request to end.
+A worker of Ray that ends kills its own children with SIGKILL, after which nobody would end what the
+server started: with ASSAY_SUPERVISOR_APART a process between the two is that child, and its end is
+the supervisor's request to end.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import time
 from pathlib import Path
 
 GRACE = 3.0
-"""Seconds between the request to end and the end: a server whose answers nobody reads any more may wait for its clients."""
+"""Seconds between the request to end and the end: a server whose answers nobody reads any more may
+wait for its clients.
+"""
 _PDEATHSIG, _SUBREAPER = 1, 36
 
 
@@ -86,7 +91,9 @@ SERVER = 0
 
 
 def main() -> int:
-    """`supervisor.py LOG COMMAND…`: run the command; says `started PID`, `ended STATUS` and `gone` on standard output."""
+    """`supervisor.py LOG COMMAND…`: run the command; says `started PID`, `ended STATUS` and `gone`
+    on standard output.
+    """
     global SERVER
     log, command = sys.argv[1], sys.argv[2:]
     if os.environ.pop("ASSAY_SUPERVISOR_APART", "") and (between := os.fork()):
@@ -101,9 +108,13 @@ def main() -> int:
     try:
         with open(log, "wb") as out:  # noqa: PTH123
             server = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 preexec_fn=_in_child,
-            )  # fmt: skip
+            )
     except OSError as error:
         print(f"failed {error.strerror}: {command[0]}", flush=True)
         return 1

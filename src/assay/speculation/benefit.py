@@ -1,9 +1,11 @@
-"""What speculation is worth: tokens per step, net multiplier over the number of speculative tokens, and advice.
+"""What speculation is worth: tokens per step, net multiplier over the number of speculative tokens,
+and advice.
 
-With per-position rates p_i, a share q of the decode steps that draft at all, and a draft token that costs c target steps,
-N speculative tokens give, over all steps,
+With per-position rates p_i, a share q of the decode steps that draft at all, and a draft token that
+costs c target steps, N speculative tokens give, over all steps,
 
-    E(N) = 1 + q · (p_1 + … + p_N)  tokens per step,   T(N) = 1 + q · c · N  target steps,   multiplier(N) = E(N) / T(N).
+    E(N) = 1 + q · (p_1 + … + p_N)  tokens per step,   T(N) = 1 + q · c · N  target steps,
+    multiplier(N) = E(N) / T(N).
 """
 
 from __future__ import annotations
@@ -16,14 +18,25 @@ from pathlib import Path
 from typing import Any
 
 from assay.errors import UsageError
-from assay.speculation.health import SELDOM, WORTH, Assessment, Health, Rate, decay, difference, geometric_ratio
+from assay.speculation.health import (
+    SELDOM,
+    WORTH,
+    Assessment,
+    Health,
+    Rate,
+    decay,
+    difference,
+    geometric_ratio,
+)
 from assay.speculation.record import Record
 from assay.verdict import Finding, Severity, Table
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A positive figure with its two-sided 95 % interval; the bounds are None where too few values stand behind it."""
+    """A positive figure with its two-sided 95 % interval; the bounds are None where too few values
+    stand behind it.
+    """
 
     value: float
     lo: float | None = None
@@ -34,11 +47,12 @@ class Measured:
 
 
 def median(values: Sequence[float]) -> Measured | None:
-    """Median of positive values with the interval between order statistics (distribution-free; from six values on).
+    """Median of positive values with the interval between order statistics (distribution-free; from
+    six values on).
 
-    With k the largest number for which P(Binomial(n, 1/2) < k) <= 2.5 %, the k-th smallest and the k-th largest value
-    enclose the median of what the values are drawn from with at least 95 % (Conover, Practical Nonparametric
-    Statistics, section 3.2). None where there is no value.
+    With k the largest number for which P(Binomial(n, 1/2) < k) <= 2.5 %, the k-th smallest and the
+    k-th largest value enclose the median of what the values are drawn from with at least 95 %
+    (Conover, Practical Nonparametric Statistics, section 3.2). None where there is no value.
     """
     ordered = sorted(v for v in values if v > 0)
     n = len(ordered)
@@ -50,7 +64,9 @@ def median(values: Sequence[float]) -> Measured | None:
 
 
 def _rank(n: int) -> int:
-    """The largest k with P(Binomial(n, 1/2) < k) <= 2.5 %; by the normal approximation for more than a hundred values."""
+    """The largest k with P(Binomial(n, 1/2) < k) <= 2.5 %; by the normal approximation for more
+    than a hundred values.
+    """
     if n > 100:
         return int(n / 2 - 0.98 * math.sqrt(n))
     k, tail = 0, 0.0
@@ -61,7 +77,9 @@ def _rank(n: int) -> int:
 
 
 def quotient(a: Measured, b: Measured) -> Measured:
-    """a / b; the intervals are combined in squares on the logarithmic scale, as Newcombe's method does for differences."""
+    """a / b; the intervals are combined in squares on the logarithmic scale, as Newcombe's method
+    does for differences.
+    """
     value = a.value / b.value
     if a.lo is None or a.hi is None or b.lo is None or b.hi is None:
         return Measured(value)
@@ -71,7 +89,9 @@ def quotient(a: Measured, b: Measured) -> Measured:
 
 
 ASSUMED_COST = 0.10
-"""Cost of one draft token in target steps where nothing measures it: typical of MTP and EAGLE heads."""
+"""Cost of one draft token in target steps where nothing measures it: typical of MTP and EAGLE
+heads.
+"""
 ASSUMED_RANGE = (0.05, 0.20)
 """What the assumed cost may really be."""
 MAX_DEPTH = 16
@@ -97,12 +117,17 @@ class Cost:
         """What the cost may be at least and at most."""
         if self.source == "assumed":
             return ASSUMED_RANGE
-        return (self.ratio if self.lo is None else self.lo, self.ratio if self.hi is None else self.hi)
+        return (
+            self.ratio if self.lo is None else self.lo,
+            self.ratio if self.hi is None else self.hi,
+        )
 
 
 @dataclass(frozen=True)
 class Benefit:
-    """Net multiplier for every depth, the present one and the best. All steps count, also those without a draft."""
+    """Net multiplier for every depth, the present one and the best. All steps count, also those
+    without a draft.
+    """
 
     rates: tuple[float, ...]
     measured_depth: int
@@ -114,7 +139,8 @@ class Benefit:
     """Share of all decode steps that drafted at all; None where it is not known."""
     measured_multiplier: Measured | None = None
     interval: tuple[float, float] | None = None
-    """What the present depth's multiplier may be, given the errors of acceptance and of the cost."""
+    """What the present depth's multiplier may be, given the errors of acceptance and of the cost.
+    """
 
     @property
     def best(self) -> int:
@@ -129,7 +155,11 @@ class Benefit:
     @property
     def multiplier(self) -> float | None:
         """Predicted net multiplier of the present depth."""
-        return self.multipliers[self.depth - 1] if self.depth and self.depth <= len(self.multipliers) else None
+        return (
+            self.multipliers[self.depth - 1]
+            if self.depth and self.depth <= len(self.multipliers)
+            else None
+        )
 
     @property
     def too_deep(self) -> bool:
@@ -158,24 +188,34 @@ class Benefit:
     @property
     def advice(self) -> str:
         """What to do, in one line."""
-        now = self.multiplier if self.measured_multiplier is None else self.measured_multiplier.value
+        now = (
+            self.multiplier if self.measured_multiplier is None else self.measured_multiplier.value
+        )
         share = f"; {100 * (self.coverage or 0):.3g} % of the steps draft" if self.seldom else ""
         if self.too_deep and self.best_multiplier >= WORTH and not self.seldom:
             return f"lower the number of speculative tokens from {self.depth} to {self.best}"
         if self.undecided and self.measured_multiplier is not None:
-            return "the measured gain is within its error of 1: send more requests to both servers (--requests)"
+            return (
+                "the measured gain is within its error of 1: send more requests to both servers"
+                " (--requests)"
+            )
         if self.undecided and self.interval is not None:
             return (
-                f"the predicted multiplier may be {self.interval[0]:.2f} to {self.interval[1]:.2f}{share}: measure it "
-                "against a server without speculation, --baseline URL"
+                f"the predicted multiplier may be {self.interval[0]:.2f} to"
+                f" {self.interval[1]:.2f}{share}: measure it against a server without speculation,"
+                " --baseline URL"
             )
-        if self.best_multiplier < 1.0 or (now is not None and now < 1.0 and self.best_multiplier < WORTH):
+        if self.best_multiplier < 1.0 or (
+            now is not None and now < 1.0 and self.best_multiplier < WORTH
+        ):
             return f"disable speculation: it costs more than it earns{share}"
         if self.too_deep:
             return f"lower the number of speculative tokens from {self.depth} to {self.best}"
         if self.best_multiplier < WORTH:
             return f"hardly worth running: at best {self.best_multiplier:.2f} times as fast{share}"
-        deeper = self.depth and self.best > self.depth and now and self.best_multiplier >= TOO_DEEP * now
+        deeper = (
+            self.depth and self.best > self.depth and now and self.best_multiplier >= TOO_DEEP * now
+        )
         if deeper and not self.seldom:
             return f"keep it, and try up to {self.best} speculative tokens (extrapolated)"
         return "keep it"
@@ -184,7 +224,9 @@ class Benefit:
         """The object `results.benefit`."""
         measured = self.measured_multiplier
         return {
-            "tokens_per_step": [expected_tokens(self.rates, n) for n in range(1, len(self.rates) + 1)],
+            "tokens_per_step": [
+                expected_tokens(self.rates, n) for n in range(1, len(self.rates) + 1)
+            ],
             "multipliers": self.multipliers,
             "num_speculative_tokens": self.depth,
             "measured_depth": self.measured_depth,
@@ -209,34 +251,46 @@ def benefit(
     rate: Rate | None = None,
     lifetime: Record | None = None,
 ) -> Benefit | None:
-    """Benefit of a record's acceptance at a cost; None where its positions can neither be read nor fitted.
+    """Benefit of a record's acceptance at a cost; None where its positions can neither be read nor
+    fitted.
 
-    What the record does not know is taken from the counters since start (`lifetime`). `rate` is the interval of the
-    acceptance that was judged.
+    What the record does not know is taken from the counters since start (`lifetime`). `rate` is the
+    interval of the acceptance that was judged.
     """
     source = record if position_rates(record) or lifetime is None else lifetime
     known = position_rates(source)
     if not known:
         return None
-    coverage = record.coverage if lifetime is None or record.coverage is not None else lifetime.coverage
+    coverage = (
+        record.coverage if lifetime is None or record.coverage is not None else lifetime.coverage
+    )
     share = 1.0 if coverage is None else coverage
     depth = source.num_speculative_tokens
     rates = extrapolated(known, max(MAX_DEPTH, min(depth or 0, 4 * MAX_DEPTH)))
     gains = [share * (expected_tokens(rates, n) - 1) for n in range(1, len(rates) + 1)]
-    multipliers = tuple((1 + gain) / (1 + share * cost.ratio * n) for n, gain in enumerate(gains, 1))
+    multipliers = tuple(
+        (1 + gain) / (1 + share * cost.ratio * n) for n, gain in enumerate(gains, 1)
+    )
     interval = None
     if depth and depth <= len(gains):
-        down, up = (rate.lo / rate.value, rate.hi / rate.value) if rate is not None and rate.value > 0 else (1.0, 1.0)
+        down, up = (
+            (rate.lo / rate.value, rate.hi / rate.value)
+            if rate is not None and rate.value > 0
+            else (1.0, 1.0)
+        )
         cheap, dear = cost.bounds
         interval = (
             (1 + gains[depth - 1] * down) / (1 + share * dear * depth),
             (1 + gains[depth - 1] * up) / (1 + share * cheap * depth),
         )
-    return Benefit(rates, len(known), depth, cost, multipliers, coverage, measured_multiplier, interval)
+    return Benefit(
+        rates, len(known), depth, cost, multipliers, coverage, measured_multiplier, interval
+    )
 
 
 def position_rates(record: Record) -> tuple[float, ...]:
-    """Acceptance of each position: as counted, or a geometric decay with the same mean (empty if unknown).
+    """Acceptance of each position: as counted, or a geometric decay with the same mean (empty if
+    unknown).
 
     Where position 0 is known the decay starts there, else at 1.
     """
@@ -259,16 +313,24 @@ def expected_tokens(rates: Sequence[float], depth: int) -> float:
 def extrapolated(rates: Sequence[float], depth: int) -> tuple[float, ...]:
     """`rates` carried on to `depth` positions at the mean ratio of its own decay."""
     known = list(rates[:depth])
-    ratio = (known[-1] / known[0]) ** (1 / (len(known) - 1)) if len(known) > 1 and known[0] > 0 else known[-1]
+    ratio = (
+        (known[-1] / known[0]) ** (1 / (len(known) - 1))
+        if len(known) > 1 and known[0] > 0
+        else known[-1]
+    )
     while len(known) < depth:
         known.append(known[-1] * min(1.0, ratio))
     return tuple(known)
 
 
-def measured_cost(tokens_per_step: float, depth: int, multiplier: Measured, coverage: float = 1.0) -> Cost | None:
-    """Cost of a draft token from the net multiplier at the same load: multiplier = E / (1 + q · c · N).
+def measured_cost(
+    tokens_per_step: float, depth: int, multiplier: Measured, coverage: float = 1.0
+) -> Cost | None:
+    """Cost of a draft token from the net multiplier at the same load: multiplier = E / (1 + q · c ·
+    N).
 
-    `tokens_per_step` is E over all steps. None where the speeds contradict that (c would be negative).
+    `tokens_per_step` is E over all steps. None where the speeds contradict that (c would be
+    negative).
     """
     if multiplier.value <= 0 or depth < 1 or coverage <= 0:
         return None
@@ -285,12 +347,15 @@ def measured_cost(tokens_per_step: float, depth: int, multiplier: Measured, cove
 
 # Against a baseline: is the difference a loader fault, or something that quantization can do?
 #
-# For speculative sampling the acceptance at a position is 1 − TV(p, q), with p the target's distribution and q the
-# draft's (Leviathan et al. 2023, arXiv:2211.17192, theorem 3.5). If a changed target p′ replaces p, the acceptance
-# changes by at most TV(p, p′). A fall of d points therefore needs a target that differs by at least d points itself.
+# For speculative sampling the acceptance at a position is 1 − TV(p, q), with p the target's
+# distribution and q the draft's (Leviathan et al. 2023, arXiv:2211.17192, theorem 3.5). If a
+# changed target p′ replaces p, the acceptance changes by at most TV(p, p′). A fall of d points
+# therefore needs a target that differs by at least d points itself.
 
 QUANTIZATION = 0.10
-"""A fall that a quantized but sound target explains: its total variation from the original is of this order."""
+"""A fall that a quantized but sound target explains: its total variation from the original is of
+this order.
+"""
 LOADER = 0.40
 """A fall that only a target with mostly different text would explain."""
 
@@ -337,8 +402,12 @@ def compare(
     baseline_record: Record,
     speeds: tuple[float, float] | None = None,
 ) -> Comparison:
-    """Compare two assessed sources. `speeds` are (candidate, baseline) tokens per second, where both are known."""
-    per_position = tuple(difference(a, b) for a, b in zip(candidate.positions, baseline.positions, strict=False))
+    """Compare two assessed sources. `speeds` are (candidate, baseline) tokens per second, where
+    both are known.
+    """
+    per_position = tuple(
+        difference(a, b) for a, b in zip(candidate.positions, baseline.positions, strict=False)
+    )
     pooled = None
     if candidate.pooled and baseline.pooled:
         pooled = difference(candidate.pooled, baseline.pooled)
@@ -362,33 +431,42 @@ def _reading(fall: Rate | None, candidate: Health, baseline: Health) -> str:
     points = f"{-100 * fall.hi:.0f}"
     if candidate is Health.BROKEN and not baseline.bad and -fall.hi >= LOADER:
         return (
-            f"a loader fault: quantization cannot cost {points} points unless the target's own text changed in as "
-            "many of a hundred tokens"
+            f"a loader fault: quantization cannot cost {points} points unless the target's own text"
+            " changed in as many of a hundred tokens"
         )
     if -fall.hi >= LOADER:
         return f"more than a sound quantized target explains (at least {points} points)"
     if -fall.lo <= QUANTIZATION:
-        return "within what a quantized target explains; `assay compare` measures how far the target itself moved"
+        return (
+            "within what a quantized target explains; `assay compare` measures how far the target"
+            " itself moved"
+        )
     return (
-        f"at least {points} points lower: a changed target explains it only if its text differs that much; "
-        "`assay compare` tells"
+        f"at least {points} points lower: a changed target explains it only if its text differs"
+        " that much; `assay compare` tells"
     )
 
 
-# -----------------------------------------------------------------------------
-# `assay spec LOG --predict COMPARISON`: what the head of a healthy run will accept beside a changed target.
+# `assay spec LOG --predict COMPARISON`: what the head of a healthy run will accept beside a changed
+# target.
 #
-# A head that reads the target's hidden states follows a target that changes: it drafts on the changed states, and the
-# text that it guesses is the changed target's own. So acceptance need not fall with the distance between the two
-# targets. Each position's acceptance, given the ones before it, is taken to fall by the factor 1 − β d for a total
-# variation d; the fitted β is 0 up to the total variation that was measured. β comes from one head
-# beside targets of many formats, the errors from another model and from vLLM (`benchmarks/heads_tables.py`, `benchmarks/results/heads_predict.json`).
+# A head that reads the target's hidden states follows a target that changes: it drafts on the
+# changed states, and the text that it guesses is the changed target's own. So acceptance need not
+# fall with the distance between the two targets. Each position's acceptance, given the ones before
+# it, is taken to fall by the factor 1 − β d for a total variation d; the fitted β is 0 up to the
+# total variation that was measured. β comes from one head beside targets of many formats, the
+# errors from another model and from vLLM (`benchmarks/heads_tables.py`,
+# `benchmarks/results/heads_predict.json`).
 
 
 BETA = 0.00
-"""Share of the changed tokens that the head would have had right, fitted to the simulated rows of one model: none."""
+"""Share of the changed tokens that the head would have had right, fitted to the simulated rows of
+one model: none.
+"""
 ERROR: float | None = 0.065
-"""Largest error of position 0 on rows that were not fitted: another model's, and all that vLLM served; None: not measured."""
+"""Largest error of position 0 on rows that were not fitted: another model's, and all that vLLM
+served; None: not measured.
+"""
 LENGTH_ERROR: float | None = 0.31
 """The same of the tokens per step."""
 FITTED_TO = 0.24
@@ -397,7 +475,9 @@ FITTED_TO = 0.24
 
 @dataclass(frozen=True)
 class Change:
-    """How far a target is from the one that the head was trained on. `exact` is False for a bound from the KL alone."""
+    """How far a target is from the one that the head was trained on. `exact` is False for a bound
+    from the KL alone.
+    """
 
     tv: float
     exact: bool
@@ -406,7 +486,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Shares accepted by position and tokens a step beside the changed target; errors are None where they are not known."""
+    """Shares accepted by position and tokens a step beside the changed target; errors are None
+    where they are not known.
+    """
 
     change: Change
     positions: tuple[float, ...]
@@ -416,7 +498,8 @@ class Prediction:
 
 
 def read_change(text: str) -> Change:
-    """The total variation that `text` gives: a number, or the JSON of `assay compare` (its `tv`, else √(KL / 2) as a bound).
+    """The total variation that `text` gives: a number, or the JSON of `assay compare` (its `tv`,
+    else √(KL / 2) as a bound).
 
     UsageError where it gives none.
     """
@@ -434,7 +517,9 @@ def _of_comparison(path: Path) -> Change:
         results = json.loads(path.read_text(encoding="utf-8"))["results"]
         tv, kl = (results.get("tv") or {}).get("mean"), (results.get("kld") or {}).get("mean")
     except (OSError, UnicodeDecodeError) as error:
-        raise _unusable(f"--predict {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise _unusable(
+            f"--predict {path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _unusable(f"--predict {path} is no result of assay compare") from error
     if isinstance(tv, int | float) and math.isfinite(tv):
@@ -447,13 +532,18 @@ def _of_comparison(path: Path) -> Change:
 def _unusable(message: str) -> UsageError:
     return UsageError(
         message,
-        remedy="assay compare hf:TRAINED hf:SERVED --text PROMPTS --json FILE, then assay spec LOG --predict FILE",
+        remedy=(
+            "assay compare hf:TRAINED hf:SERVED --text PROMPTS --json FILE, then assay spec LOG"
+            " --predict FILE"
+        ),
         finding_id="speculation.usage",
     )
 
 
 def predict(positions: Sequence[float], change: Change) -> Prediction:
-    """From the shares [k] of steps that accept at least so many drafts beside the head's own target."""
+    """From the shares [k] of steps that accept at least so many drafts beside the head's own
+    target.
+    """
     factor = max(0.0, 1 - BETA * change.tv)
     shares = tuple(share * factor ** (j + 1) for j, share in enumerate(positions))
     return Prediction(change, shares, 1 + sum(shares))
@@ -462,9 +552,13 @@ def predict(positions: Sequence[float], change: Change) -> Prediction:
 def to_json(p: Prediction) -> dict[str, Any]:
     """Plain JSON types."""
     return {
-        "tv": p.change.tv, "tv_exact": p.change.exact, "positions": list(p.positions), "tokens_per_step": p.tokens_per_step,
-        "error": p.error, "tokens_per_step_error": p.length_error,
-    }  # fmt: skip
+        "tv": p.change.tv,
+        "tv_exact": p.change.exact,
+        "positions": list(p.positions),
+        "tokens_per_step": p.tokens_per_step,
+        "error": p.error,
+        "tokens_per_step_error": p.length_error,
+    }
 
 
 def table(p: Prediction, now: Sequence[float]) -> Table:
@@ -481,14 +575,25 @@ def table(p: Prediction, now: Sequence[float]) -> Table:
         (
             "tokens per step",
             f"{1 + sum(now):.2f}",
-            f"{p.tokens_per_step:.2f}" + ("" if p.length_error is None else f" ± {p.length_error:.2f}"),
+            f"{p.tokens_per_step:.2f}"
+            + ("" if p.length_error is None else f" ± {p.length_error:.2f}"),
         )
     )
     kind = "total variation" if p.change.exact else "total variation, at most"
     known = p.error is not None
-    error = "±: the largest error on measured rows that were not fitted." if known else "The error is not known."
+    error = (
+        "±: the largest error on measured rows that were not fitted."
+        if known
+        else "The error is not known."
+    )
     note = f"{kind}: {100 * p.change.tv:.2g} %. {error}"
-    return Table("Predicted beside the changed target", ("", "now", "predicted"), rows, frozenset({1, 2}), note)
+    return Table(
+        "Predicted beside the changed target",
+        ("", "now", "predicted"),
+        rows,
+        frozenset({1, 2}),
+        note,
+    )
 
 
 def doubts(p: Prediction) -> list[Finding]:
@@ -496,12 +601,18 @@ def doubts(p: Prediction) -> list[Finding]:
     if p.change.tv <= FITTED_TO and p.change.exact:
         return []
     title = (
-        f"the target changes by {100 * p.change.tv:.0f} %, and the prediction was measured up to {100 * FITTED_TO:.0f} %"
+        f"the target changes by {100 * p.change.tv:.0f} %, and the prediction was measured up to"
+        f" {100 * FITTED_TO:.0f} %"
         if p.change.tv > FITTED_TO
-        else "the comparison has no total variation: the prediction is a lower bound, from √(KL / 2)"
+        else (
+            "the comparison has no total variation: the prediction is a lower bound, from √(KL / 2)"
+        )
     )
     return [
         Finding(
-            "speculation.prediction", Severity.WARNING, title, remedies=("serve it, and run assay spec on its log",)
+            "speculation.prediction",
+            Severity.WARNING,
+            title,
+            remedies=("serve it, and run assay spec on its log",),
         )
     ]

@@ -1,7 +1,8 @@
-"""Is the draft head healthy, degraded or broken? Judged on 95 % intervals of counts, not on printed percentages.
+"""Is the draft head healthy, degraded or broken? Judged on 95 % intervals of counts, not on printed
+percentages.
 
-Position 0 is the honest signal: later positions are only reached when it was accepted. Where positions are not
-known, everything drafted stands in for it.
+Position 0 is the honest signal: later positions are only reached when it was accepted. Where
+positions are not known, everything drafted stands in for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ MIN_CLUSTERS = 5
 
 @dataclass(frozen=True)
 class Rate:
-    """A rate, or a difference of two, with its two-sided 95 % interval. `n` is the number of trials behind it."""
+    """A rate, or a difference of two, with its two-sided 95 % interval. `n` is the number of trials
+    behind it.
+    """
 
     value: float
     lo: float
@@ -43,9 +46,11 @@ def proportion(successes: int, trials: int, design_effect: float = 1.0) -> Rate:
 
 
 def overdispersion(*parts: Sequence[tuple[int, int]], least: int = MIN_CLUSTERS - 1) -> float:
-    """Variance of pooled proportions over their binomial variance, from (successes, trials) of the windows of each part.
+    """Variance of pooled proportions over their binomial variance, from (successes, trials) of the
+    windows of each part.
 
-    Pearson's Σ (x − n·p)² / (n·p·(1 − p)) over the degrees of freedom, at least 1; 1 for fewer than `least` of these.
+    Pearson's Σ (x − n·p)² / (n·p·(1 − p)) over the degrees of freedom, at least 1; 1 for fewer than
+    `least` of these.
     """
     chi2, freedom = 0.0, 0
     for part in parts:
@@ -63,7 +68,9 @@ def design_effect(clusters: Sequence[tuple[int, int]]) -> float:
 
 
 def difference(a: Rate, b: Rate) -> Rate:
-    """a − b with Newcombe's interval (1998, method 10): the two Wilson intervals combined in squares."""
+    """a − b with Newcombe's interval (1998, method 10): the two Wilson intervals combined in
+    squares.
+    """
     gap = a.value - b.value
     lo = gap - math.hypot(a.value - a.lo, b.hi - b.value)
     hi = gap + math.hypot(a.hi - a.value, b.value - b.lo)
@@ -91,10 +98,12 @@ class Collapse:
 
 
 def find_collapse(windows: Sequence[Observation]) -> Collapse | None:
-    """The clearest fall of acceptance to less than half within one engine's windows; None if there is none.
+    """The clearest fall of acceptance to less than half within one engine's windows; None if there
+    is none.
 
-    The split with the greatest binomial likelihood ratio, deflated by the overdispersion inside the two parts, must
-    exceed 15, and the upper bound after it must lie under half the lower bound before it.
+    The split with the greatest binomial likelihood ratio, deflated by the overdispersion inside the
+    two parts, must exceed 15, and the upper bound after it must lie under half the lower bound
+    before it.
     """
     best: tuple[float, Collapse] | None = None
     for replica, own in _series(windows).items():
@@ -105,14 +114,20 @@ def find_collapse(windows: Sequence[Observation]) -> Collapse | None:
         at, ratio = split
         before, after = proportion(*_total(pairs[:at])), proportion(*_total(pairs[at:]))
         ratio /= overdispersion(pairs[:at], pairs[at:], least=3)
-        if after.hi < _FALL * before.lo and ratio > _LIKELIHOOD_RATIO and (best is None or ratio > best[0]):
+        if (
+            after.hi < _FALL * before.lo
+            and ratio > _LIKELIHOOD_RATIO
+            and (best is None or ratio > best[0])
+        ):
             zero = after.value == 0.0
             best = (ratio, Collapse(at, len(own), before, after, own[at].time, replica, zero))
     return None if best is None else best[1]
 
 
 def _best_split(pairs: Sequence[tuple[int, int]]) -> tuple[int, float] | None:
-    """The index at which the rate falls most clearly, and twice the log-likelihood gained by splitting there."""
+    """The index at which the rate falls most clearly, and twice the log-likelihood gained by
+    splitting there.
+    """
     whole_x, whole_n = _total(pairs)
     whole = _loglik(whole_x, whole_n)
     best: tuple[int, float] | None = None
@@ -129,14 +144,18 @@ def _best_split(pairs: Sequence[tuple[int, int]]) -> tuple[int, float] | None:
 
 
 def zero_windows(windows: Sequence[Observation], collapse: Collapse | None) -> list[Observation]:
-    """Windows of exact zero over many drafts although the same engine accepts at least a fifth in others."""
+    """Windows of exact zero over many drafts although the same engine accepts at least a fifth in
+    others.
+    """
     found = []
     for replica, own in _series(windows).items():
         pairs = [_pair(w) for w in own]
         if not any(n >= MIN_DRAFTS and x / n >= 0.2 for x, n in pairs):
             continue
         for i, (w, (x, n)) in enumerate(zip(own, pairs, strict=True)):
-            after_collapse = collapse is not None and collapse.replica == replica and i >= collapse.at
+            after_collapse = (
+                collapse is not None and collapse.replica == replica and i >= collapse.at
+            )
             if x == 0 and n >= MIN_DRAFTS and not after_collapse:
                 found.append(w)
     return found
@@ -194,7 +213,9 @@ BROKEN_TOKENS_PER_STEP = 1.05
 MIN_DRAFT_TOKENS = 20
 """Fewer draft tokens than this are not judged at all."""
 SELDOM = 0.8
-"""A drafter that drafts at a smaller share of the steps (n-grams, suffixes) is judged by what all steps gain."""
+"""A drafter that drafts at a smaller share of the steps (n-grams, suffixes) is judged by what all
+steps gain.
+"""
 WORTH = 1.2
 """Net multiplier above which speculation is worth running."""
 
@@ -218,7 +239,9 @@ class Health(StrEnum):
 
 @dataclass(frozen=True)
 class Assessment:
-    """A health with what it rests on. `reason` is one clause; `rate` is the interval that was judged."""
+    """A health with what it rests on. `reason` is one clause; `rate` is the interval that was
+    judged.
+    """
 
     health: Health
     reason: str
@@ -258,22 +281,29 @@ class Assessment:
 
 
 SAMPLED_LOSS = 0.4
-"""Share of its greedy acceptance that a sound head of greedy drafts loses at temperature 1 (docs/heads.md: 0.28 at 0.7)."""
+"""Share of its greedy acceptance that a sound head of greedy drafts loses at temperature 1
+(docs/heads.md: 0.28 at 0.7).
+"""
 
 
 def sampled_share(temperature: float | None) -> float:
-    """What sampling at a temperature leaves of the acceptance of greedy text; 1 where the temperature is not known."""
+    """What sampling at a temperature leaves of the acceptance of greedy text; 1 where the
+    temperature is not known.
+    """
     return 1 - SAMPLED_LOSS * min(max(temperature or 0.0, 0.0), 1.0)
 
 
 def assess(evidence: Evidence, share: float = 1.0) -> Assessment:
-    """Judge a source: its totals first, then what totals hide (a dead engine, a collapse, impossible extremes).
+    """Judge a source: its totals first, then what totals hide (a dead engine, a collapse,
+    impossible extremes).
 
     `share` scales what a healthy head must reach: `sampled_share` of the traffic's temperature.
     """
     whole = judge(evidence.record, evidence.windows, evidence.lifetime, share)
     engines = {
-        name: judge(record, [w for w in evidence.windows if (w.replica or "other") == name], share=share)
+        name: judge(
+            record, [w for w in evidence.windows if (w.replica or "other") == name], share=share
+        )
         for name, record in evidence.per_engine.items()
     }
     collapse = find_collapse(evidence.windows)
@@ -283,20 +313,37 @@ def assess(evidence: Evidence, share: float = 1.0) -> Assessment:
     if extremes:
         health, reason = Health.BROKEN, "every window accepted either nothing or everything"
     elif dead and health is not Health.BROKEN:
-        health, reason = Health.DEGRADED, f"{len(dead)} of {len(engines)} engines are dead: {', '.join(dead)}"
+        health, reason = (
+            Health.DEGRADED,
+            f"{len(dead)} of {len(engines)} engines are dead: {', '.join(dead)}",
+        )
     elif collapse is not None and not health.bad:
         late = judge_rate(collapse.after, share)
         if late.bad:
-            health, reason = Health.DEGRADED, f"acceptance fell to {collapse.after.percent()} within the run"
-    return replace(whole, health=health, reason=reason, per_engine=engines, collapse=collapse, all_or_nothing=extremes)
+            health, reason = (
+                Health.DEGRADED,
+                f"acceptance fell to {collapse.after.percent()} within the run",
+            )
+    return replace(
+        whole,
+        health=health,
+        reason=reason,
+        per_engine=engines,
+        collapse=collapse,
+        all_or_nothing=extremes,
+    )
 
 
 def judge(
-    record: Record, windows: Sequence[Observation] = (), lifetime: Record | None = None, share: float = 1.0
+    record: Record,
+    windows: Sequence[Observation] = (),
+    lifetime: Record | None = None,
+    share: float = 1.0,
 ) -> Assessment:
     """Judge one record. `windows` are its clusters; they widen the intervals where they disagree.
 
-    Position 0 is taken from the counters since start (`lifetime`) where the record itself does not know it.
+    Position 0 is taken from the counters since start (`lifetime`) where the record itself does not
+    know it.
     """
     if record.nothing_drafted:
         return Assessment(Health.OFF, "nothing was drafted", "nothing")
@@ -330,15 +377,22 @@ def judge(
     return found if counted.steps_estimated or basis == "nothing" else by_all_steps(counted, found)
 
 
-def with_words(found: Assessment, record: Record, clues: Collection[str], unread: int) -> Assessment:
-    """`found` with what the source says in words: `off` needs evidence, and n-grams are judged over all steps.
+def with_words(
+    found: Assessment, record: Record, clues: Collection[str], unread: int
+) -> Assessment:
+    """`found` with what the source says in words: `off` needs evidence, and n-grams are judged over
+    all steps.
 
-    `clues` are the ids of start-up messages, `unread` the number of lines that name drafting and are not read.
+    `clues` are the ids of start-up messages, `unread` the number of lines that name drafting and
+    are not read.
     """
     if found.health is not Health.OFF:
         return by_all_steps(record, found) if "sparse_method" in clues else found
     if unread:
-        reason = f"{unread:,} line{'s name' if unread > 1 else ' names'} drafting in a form that is not read"
+        reason = (
+            f"{unread:,} line{'s name' if unread > 1 else ' names'} drafting in a form that is not"
+            " read"
+        )
         return replace(found, health=Health.UNKNOWN, reason=reason)
     if record.engine is not None:
         return found  # counters that stand at nothing
@@ -358,7 +412,11 @@ def with_words(found: Assessment, record: Record, clues: Collection[str], unread
 
 
 def _position_0(
-    record: Record, positions: Sequence[Rate], pooled: Rate | None, lifetime: Record | None, effect: float
+    record: Record,
+    positions: Sequence[Rate],
+    pooled: Rate | None,
+    lifetime: Record | None,
+    effect: float,
 ) -> tuple[Rate | None, str]:
     """The interval of position 0 and its name; without one, everything drafted is judged."""
     if positions:
@@ -368,16 +426,22 @@ def _position_0(
     if record.first:
         return proportion(*record.first, effect), "position 0"
     dead = pooled is not None and judge_rate(pooled) is Health.BROKEN
-    if lifetime is not None and lifetime.first and lifetime.first[1] >= MIN_DRAFT_TOKENS and not dead:
+    if (
+        lifetime is not None
+        and lifetime.first
+        and lifetime.first[1] >= MIN_DRAFT_TOKENS
+        and not dead
+    ):
         return proportion(*lifetime.first), "position 0, since start"
     return None, "everything drafted"
 
 
 def by_all_steps(record: Record, found: Assessment) -> Assessment:
-    """Judge a drafter that drafts now and then by what it gains over all steps; any other keeps its health.
+    """Judge a drafter that drafts now and then by what it gains over all steps; any other keeps its
+    health.
 
-    Its draft tokens cost nothing but their verification; what it gains is 1 + accepted / steps. The interval holds the
-    rate's and that of the number of drafts, which come in bursts (Poisson).
+    Its draft tokens cost nothing but their verification; what it gains is 1 + accepted / steps. The
+    interval holds the rate's and that of the number of drafts, which come in bursts (Poisson).
     """
     share = record.coverage
     if share is None or share >= SELDOM or found.health is Health.BROKEN or record.impossible:
@@ -400,7 +464,9 @@ def by_all_steps(record: Record, found: Assessment) -> Assessment:
 
 
 def _at_chance(record: Record, first: Rate, pooled: Rate | None) -> bool:
-    """Whether the head hits now and then and never goes on: nearly nothing of what it drafts is accepted."""
+    """Whether the head hits now and then and never goes on: nearly nothing of what it drafts is
+    accepted.
+    """
     if first.hi >= BROKEN_UPPER or pooled is None or judge_rate(pooled) is not Health.BROKEN:
         return False
     return head_evidence(record).state is HeadState.NOISE
@@ -428,7 +494,9 @@ def _by_first_position(first: Rate, length: float | None, share: float) -> tuple
     return health, text
 
 
-def _by_everything(record: Record, pooled: Rate, length: float | None, share: float) -> tuple[Health, str]:
+def _by_everything(
+    record: Record, pooled: Rate, length: float | None, share: float
+) -> tuple[Health, str]:
     """Position 0 is not known: it lies between the pooled rate and accepted per draft."""
     text = f"{pooled.percent()} of all draft tokens are accepted"
     if length is not None:
@@ -441,13 +509,16 @@ def _by_everything(record: Record, pooled: Rate, length: float | None, share: fl
         health = judge_rate(pooled, share)
         return health, text
     if length < least:
-        # Derived from the reply, whose steps need not all have drafted (n-grams), the length is only a lower bound.
+        # Derived from the reply, whose steps need not all have drafted (n-grams), the length is
+        # only a lower bound.
         bound = record.mean_acceptance_length is None and record.generated is not None
         return judge_rate(pooled, share) if bound else Health.DEGRADED, text
     # The lower bound of the rate must still mean a helpful step, and exclude a dead head.
     lower = _length_at(record, pooled.lo, length)
     enough = pooled.lo >= BROKEN_UPPER and lower >= least
-    return (Health.HEALTHY if enough or pooled.lo >= DEGRADED_UPPER * share else Health.INSUFFICIENT), text
+    return (
+        Health.HEALTHY if enough or pooled.lo >= DEGRADED_UPPER * share else Health.INSUFFICIENT
+    ), text
 
 
 def _length_at(record: Record, rate: float, length: float) -> float:
@@ -514,7 +585,9 @@ class HeadState(StrEnum):
 
 @dataclass(frozen=True)
 class HeadEvidence:
-    """The state with its figures. `upper` bounds the acceptance of a dead head (rule of three: 3 / n)."""
+    """The state with its figures. `upper` bounds the acceptance of a dead head (rule of three: 3 /
+    n).
+    """
 
     state: HeadState
     drafts: int
@@ -540,8 +613,9 @@ class HeadEvidence:
 def head_evidence(record: Record) -> HeadEvidence:
     """Classify a head that accepts little.
 
-    A head that knows the text goes on being right after a hit; a random one is right at chance level every time. So
-    the acceptance of position 1 given position 0 tells them apart, where there are enough hits.
+    A head that knows the text goes on being right after a hit; a random one is right at chance
+    level every time. So the acceptance of position 1 given position 0 tells them apart, where there
+    are enough hits.
     """
     drafts = record.drafts or (record.positions[0][1] if record.positions else record.drafted or 0)
     if not record.leading and not any(a for a, _ in record.positions or ()):
@@ -576,7 +650,9 @@ def decay(record: Record) -> float | None:
 
 
 def geometric_ratio(mean: float, k: int, first: int = 1) -> float | None:
-    """The root a of Σ a^i = mean over k powers from `first` on; 1 where the mean is larger than any, None where it is 0."""
+    """The root a of Σ a^i = mean over k powers from `first` on; 1 where the mean is larger than
+    any, None where it is 0.
+    """
     powers = range(first, first + k)
     if mean <= 0 or (first == 0 and mean < 1):
         return None if mean <= 0 else 0.0

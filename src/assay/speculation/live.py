@@ -1,4 +1,6 @@
-"""A running server: two scrapes of its counters and the window between them, and a race against another server."""
+"""A running server: two scrapes of its counters and the window between them, and a race against
+another server.
+"""
 
 from __future__ import annotations
 
@@ -52,15 +54,18 @@ class Sent:
 def send(engine: ServerEngine, requests: int, concurrency: int = 2, first: int = 0) -> Sent:
     """Send greedy requests over prose and code, and count the tokens that come back."""
     numbers = range(first, first + requests)
-    wanted = [Request(prompt=PROMPTS[i % len(PROMPTS)], max_tokens=MAX_TOKENS, seed=i) for i in numbers]
+    wanted = [
+        Request(prompt=PROMPTS[i % len(PROMPTS)], max_tokens=MAX_TOKENS, seed=i) for i in numbers
+    ]
     with ThreadPoolExecutor(concurrency) as pool:
         replies = list(pool.map(engine.generate, wanted))
     return Sent(len(replies), sum(r.completion_tokens or 0 for r in replies))
 
 
 def race(engine: ServerEngine, rival: ServerEngine, requests: int) -> tuple[Sent, Measured]:
-    """The speed of `engine` over that of `rival` for the same requests, asked in turn, so that each round's quotient is
-    taken under one load; with Student's interval over the rounds' logarithms. The first round warms both up.
+    """The speed of `engine` over that of `rival` for the same requests, asked in turn, so that each
+    round's quotient is taken under one load; with Student's interval over the rounds' logarithms.
+    The first round warms both up.
     """
     sent = send(engine, 2)
     send(rival, 2)
@@ -82,14 +87,16 @@ _PAGE = re.compile(r"(?:/prometheus)?/metrics/?$")
 ENOUGH_DRAFTS = 50
 """A window with fewer drafts is judged together with everything since the server started."""
 _SWITCHES = (
-    "switch the page on (llama.cpp: --metrics; SGLang: --enable-metrics; TensorRT-LLM: enable_iter_perf_stats), or give "
-    "the log"
+    "switch the page on (llama.cpp: --metrics; SGLang: --enable-metrics; TensorRT-LLM:"
+    " enable_iter_perf_stats), or give the log"
 )
 
 
 @dataclass(frozen=True)
 class Live:
-    """What two scrapes showed. `evidence` is the window's, or the lifetime's where the window is too thin."""
+    """What two scrapes showed. `evidence` is the window's, or the lifetime's where the window is
+    too thin.
+    """
 
     reading: Reading
     evidence: Evidence
@@ -127,7 +134,8 @@ def watch(
     timeout: float = 120.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Live:
-    """Scrape, let `interval` seconds pass or send requests of our own (to `rival` too, in turn), scrape again.
+    """Scrape, let `interval` seconds pass or send requests of our own (to `rival` too, in turn),
+    scrape again.
 
     AssayError where the server cannot be reached at either scrape.
     """
@@ -137,13 +145,18 @@ def watch(
     with ExitStack() as held:
 
         def connect(at: str) -> ServerEngine:
-            engine = held.enter_context(ServerEngine.connect(at, api_key_env=api_key_env, timeout=timeout))
+            engine = held.enter_context(
+                ServerEngine.connect(at, api_key_env=api_key_env, timeout=timeout)
+            )
             engine.capabilities.require(Capability.COMPLETIONS, "--requests")
             return engine
 
-        transport = Transport(parse_url(_PAGE.sub("", url)), key=read_key(api_key_env), limits=default_limits(timeout))
+        transport = Transport(
+            parse_url(_PAGE.sub("", url)), key=read_key(api_key_env), limits=default_limits(timeout)
+        )
         held.callback(transport.close)
-        # The probes of these connections send requests too, which must not fall between the scrapes.
+        # The probes of these connections send requests too, which must not fall between the
+        # scrapes.
         engine = connect(url) if requests else None
         other = connect(rival) if rival else None
         before = _page(transport)
@@ -160,7 +173,9 @@ def watch(
 
 
 def _page(transport: Transport) -> str:
-    """The metrics of a server as text: Prometheus, or TensorRT-LLM's array of iterations where it has nothing else."""
+    """The metrics of a server as text: Prometheus, or TensorRT-LLM's array of iterations where it
+    has nothing else.
+    """
     root = transport.endpoint.root
     try:
         text = transport.get(f"{root}/metrics").decode("utf-8", "replace")
@@ -217,7 +232,9 @@ def between(before: str, after: str, seconds: float, sent: Sent | None = None) -
             # An engine that is new on the page has counted all it has since the first scrape.
             window.append(replace(o if last is None else subtract(o, last), kind=Kind.WINDOW))
     short, lifetime = combine(window), combine(second.settled())
-    thin = (short.record.drafts or short.record.drafted or 0) < ENOUGH_DRAFTS and short.record.counts
+    thin = (
+        short.record.drafts or short.record.drafted or 0
+    ) < ENOUGH_DRAFTS and short.record.counts
     other = None
     if sent is not None and short.record.generated is not None:
         other = max(0, short.record.generated - sent.tokens)
@@ -233,41 +250,48 @@ def _findings(live: Live, thin: bool) -> list[Finding]:
     if live.reset:
         found.append(
             Finding(
-                "speculation.counter_reset", Severity.WARNING,
-                "the counters fell between the two scrapes: the server restarted; only what followed is counted",
-                evidence={"interval_s": live.seconds}, remedies=("run again once the server is up",),
+                "speculation.counter_reset",
+                Severity.WARNING,
+                "the counters fell between the two scrapes: the server restarted; only what"
+                " followed is counted",
+                evidence={"interval_s": live.seconds},
+                remedies=("run again once the server is up",),
             )
-        )  # fmt: skip
+        )
     elif thin and (live.lifetime.record.drafted or 0) > 0:
         found.append(
             Finding(
-                "speculation.note", Severity.INFO,
-                f"{live.window.record.drafts or 0} drafts in {live.seconds:.0f} s are too few, so everything since "
-                "start is judged",
+                "speculation.note",
+                Severity.INFO,
+                f"{live.window.record.drafts or 0} drafts in {live.seconds:.0f} s are too few, so"
+                " everything since start is judged",
                 remedies=("a longer --interval, or --requests N to send some",),
             )
-        )  # fmt: skip
+        )
     if live.sent is not None and live.other_tokens and live.other_tokens > 0.02 * live.sent.tokens:
         found.append(
             Finding(
-                "speculation.other_traffic", Severity.INFO,
-                f"{live.other_tokens:,} tokens of other requests are in the figures, beside {live.sent.tokens:,} of ours",
+                "speculation.other_traffic",
+                Severity.INFO,
+                f"{live.other_tokens:,} tokens of other requests are in the figures, beside"
+                f" {live.sent.tokens:,} of ours",
                 evidence={"own_tokens": live.sent.tokens, "other_tokens": live.other_tokens},
             )
-        )  # fmt: skip
+        )
     return found
 
 
-# -----------------------------------------------------------------------------
 # Does speculation change the text? Two servers of the same model, one with it and one without.
 #
-# Byte equality is the wrong question: two runs of the *same* server may part where two tokens are a hair apart, since
-# another batch shape rounds otherwise. So (1) greedy texts are compared up to where they part, and the gap between
-# the two candidate tokens is held against the noise of the log-probabilities that both servers give to the tokens
-# they agree on; (2) sampled texts are compared as distributions, by permuting which server they came from.
+# Byte equality is the wrong question: two runs of the *same* server may part where two tokens are a
+# hair apart, since another batch shape rounds otherwise. So (1) greedy texts are compared up to
+# where they part, and the gap between the two candidate tokens is held against the noise of the
+# log-probabilities that both servers give to the tokens they agree on; (2) sampled texts are
+# compared as distributions, by permuting which server they came from.
 
 
-# Where two greedy texts part, and whether the two tokens there are closer than the engine's own noise.
+# Where two greedy texts part, and whether the two tokens there are closer than the engine's own
+# noise.
 
 NOISE_FACTOR = 4.0
 """A gap of up to this many times the noise is a tie."""
@@ -288,7 +312,10 @@ class Tokens:
         """Tokens of an OpenAI completion response with `logprobs`."""
         try:
             logprobs = body["choices"][0]["logprobs"]
-            texts, values = tuple(logprobs["tokens"]), tuple(float(v) for v in logprobs["token_logprobs"])
+            texts, values = (
+                tuple(logprobs["tokens"]),
+                tuple(float(v) for v in logprobs["token_logprobs"]),
+            )
             top = tuple(dict(t or {}) for t in logprobs.get("top_logprobs") or [{}] * len(texts))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise AssayError(
@@ -303,8 +330,8 @@ class Tokens:
 class Parting:
     """The first token at which two texts differ (`at` is None where they never do).
 
-    `gap` is the distance, in nats, between the two tokens as the server without speculation sees them; None where
-    the other token is not among its alternatives.
+    `gap` is the distance, in nats, between the two tokens as the server without speculation sees
+    them; None where the other token is not among its alternatives.
     """
 
     at: int | None
@@ -329,13 +356,17 @@ def part(on: Tokens, off: Tokens, noise: float) -> Parting:
 
 
 def noise_of(pairs: Iterable[tuple[Tokens, Tokens]]) -> float:
-    """The 99th percentile of |difference| of log-probabilities over tokens that both texts agree on."""
+    """The 99th percentile of |difference| of log-probabilities over tokens that both texts agree
+    on.
+    """
     differences = sorted(
         abs(x - y)
         for a, b in pairs
         for x, y in zip(a.logprobs[: _agreed(a, b)], b.logprobs[: _agreed(a, b)], strict=True)
     )
-    return differences[min(len(differences) - 1, int(0.99 * len(differences)))] if differences else 0.0
+    return (
+        differences[min(len(differences) - 1, int(0.99 * len(differences)))] if differences else 0.0
+    )
 
 
 def _agreed(a: Tokens, b: Tokens) -> int:
@@ -354,23 +385,27 @@ def _at(texts: tuple[str, ...], i: int) -> str:
     return texts[i] if i < len(texts) else ""
 
 
-# -----------------------------------------------------------------------------
 # Do two samples of texts come from one distribution? A permutation test over token positions.
 
 
-def permutation_p(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]], rounds: int = 2000, seed: int = 0) -> float:
+def permutation_p(
+    a: Sequence[Sequence[str]], b: Sequence[Sequence[str]], rounds: int = 2000, seed: int = 0
+) -> float:
     """p-value for texts `a` and `b` having one distribution.
 
-    Statistic: Σ over positions and tokens of (n_a / |a| − n_b / |b|)² / (n_a + n_b), a chi-square-like distance of
-    the token counts at each position. Its null distribution comes from permuting which side a text is on, so texts,
-    not tokens, are what is exchanged. (1 + at least as extreme) / (1 + rounds), Phipson and Smyth (2010).
+    Statistic: Σ over positions and tokens of (n_a / |a| − n_b / |b|)² / (n_a + n_b), a
+    chi-square-like distance of the token counts at each position. Its null distribution comes from
+    permuting which side a text is on, so texts, not tokens, are what is exchanged. (1 + at least as
+    extreme) / (1 + rounds), Phipson and Smyth (2010).
     """
     texts = [*a, *b]
     width = max((len(t) for t in texts), default=0)
     columns = []
     for i in range(width):
         present = [t[i] if i < len(t) else None for t in texts]
-        columns += [np.array([p == token for p in present], dtype=float) for token in dict.fromkeys(present)]
+        columns += [
+            np.array([p == token for p in present], dtype=float) for token in dict.fromkeys(present)
+        ]
     if not columns:
         return 1.0
     counts = np.array(columns)  # (position · token, text)
@@ -386,7 +421,6 @@ def permutation_p(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]], rounds
     return (1 + extreme) / (1 + rounds)
 
 
-# -----------------------------------------------------------------------------
 # Raw completions with the alternatives of every token, which the engine protocol does not carry.
 
 TOP = 5
@@ -401,7 +435,9 @@ class Completions:
         self._model = model
 
     @classmethod
-    def connect(cls, url: str, api_key_env: str | None = None, timeout: float = 120.0) -> Completions:
+    def connect(
+        cls, url: str, api_key_env: str | None = None, timeout: float = 120.0
+    ) -> Completions:
         """Connect to the server at `url`; AssayError where it cannot be reached or lists no model."""
         from assay.engines.server.discovery import choose_model, list_models
         from assay.engines.server.engine import default_limits, read_key
@@ -410,7 +446,9 @@ class Completions:
         endpoint = parse_url(url)
         transport = Transport(endpoint, key=read_key(api_key_env), limits=default_limits(timeout))
         try:
-            card, _ = choose_model(list_models(transport), None, endpoint.api, list_is_complete=True)
+            card, _ = choose_model(
+                list_models(transport), None, endpoint.api, list_is_complete=True
+            )
         except BaseException:
             transport.close()
             raise
@@ -419,21 +457,28 @@ class Completions:
     def complete(self, prompt: str, max_tokens: int, temperature: float, seed: int) -> Tokens:
         """One completion, token by token."""
         body = {
-            "model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature,
-            "seed": seed, "logprobs": TOP,
-        }  # fmt: skip
-        return Tokens.from_completion(self._transport.post_json(f"{self._transport.endpoint.api}/completions", body))
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "logprobs": TOP,
+        }
+        return Tokens.from_completion(
+            self._transport.post_json(f"{self._transport.endpoint.api}/completions", body)
+        )
 
     def __enter__(self) -> Completions:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._transport.close()
 
-
-# -----------------------------------------------------------------------------
 
 GREEDY_TOKENS = 96
 SAMPLED_TOKENS = 12
@@ -443,7 +488,9 @@ MIN_SAMPLES = 8
 
 @dataclass(frozen=True)
 class Lossless:
-    """Where greedy texts part and why, and how likely the sampled texts are if both servers are the same."""
+    """Where greedy texts part and why, and how likely the sampled texts are if both servers are the
+    same.
+    """
 
     partings: tuple[Parting, ...]
     own_partings: int
@@ -458,7 +505,9 @@ class Lossless:
 
     @property
     def verdict(self) -> Verdict:
-        """fail where a difference is real, inconclusive where noise may explain what was seen, else pass."""
+        """fail where a difference is real, inconclusive where noise may explain what was seen, else
+        pass.
+        """
         if self.real or (self.p_value is not None and self.p_value < ALPHA):
             return Verdict.FAIL
         parted = any(p.at is not None for p in self.partings)
@@ -481,7 +530,9 @@ class Lossless:
 
 
 def check_lossless(report: Report, url: str, other: str, *options: Any) -> Report:
-    """`report` with the comparison of its server with the one without speculation. `options` are those of `measure`."""
+    """`report` with the comparison of its server with the one without speculation. `options` are
+    those of `measure`.
+    """
     answer = measure(url, other, *options)
     return replace(
         report,
@@ -493,21 +544,35 @@ def check_lossless(report: Report, url: str, other: str, *options: Any) -> Repor
 
 
 def measure(
-    url: str, other: str, prompts: int = 6, samples: int = 48, api_key_env: str | None = None, timeout: float = 120.0
+    url: str,
+    other: str,
+    prompts: int = 6,
+    samples: int = 48,
+    api_key_env: str | None = None,
+    timeout: float = 120.0,
 ) -> Lossless:
     """Compare the server at `url` (speculation on) with `other` (off)."""
     with ExitStack() as held:
-        on, off = (held.enter_context(Completions.connect(u, api_key_env, timeout)) for u in (url, other))
+        on, off = (
+            held.enter_context(Completions.connect(u, api_key_env, timeout)) for u in (url, other)
+        )
         texts = [PROMPTS[i % len(PROMPTS)] for i in range(prompts)]
-        first, second, again = ([e.complete(text, GREEDY_TOKENS, 0.0, 0) for text in texts] for e in (on, off, off))
+        first, second, again = (
+            [e.complete(text, GREEDY_TOKENS, 0.0, 0) for text in texts] for e in (on, off, off)
+        )
         drawn = [_sampled(e, samples) for e in (on, off)]
     return judge_texts(first, second, again, (drawn[0], drawn[1]))
 
 
 def judge_texts(
-    on: Sequence[Tokens], off: Sequence[Tokens], again: Sequence[Tokens], drawn: tuple[Sequence[tuple[str, ...]], ...]
+    on: Sequence[Tokens],
+    off: Sequence[Tokens],
+    again: Sequence[Tokens],
+    drawn: tuple[Sequence[tuple[str, ...]], ...],
 ) -> Lossless:
-    """Greedy texts with speculation, without, and without once more; `drawn` are sampled texts (with, without)."""
+    """Greedy texts with speculation, without, and without once more; `drawn` are sampled texts
+    (with, without).
+    """
     noise = noise_of([*zip(on, off, strict=True), *zip(again, off, strict=True)])
     partings = tuple(part(a, b, noise) for a, b in zip(on, off, strict=True))
     own = sum(part(a, b, noise).at is not None for a, b in zip(again, off, strict=True))
@@ -519,7 +584,9 @@ def judge_texts(
 def _sampled(engine: Completions, count: int) -> list[tuple[str, ...]]:
     """Texts drawn at temperature 1, a different seed each, as tuples of tokens."""
     with ThreadPoolExecutor(4) as pool:
-        texts = pool.map(lambda seed: engine.complete(PROMPTS[0], SAMPLED_TOKENS, 1.0, seed), range(1, count + 1))
+        texts = pool.map(
+            lambda seed: engine.complete(PROMPTS[0], SAMPLED_TOKENS, 1.0, seed), range(1, count + 1)
+        )
         return [t.texts for t in texts]
 
 
@@ -528,31 +595,44 @@ def _exactness(answer: Lossless) -> list[Finding]:
     if answer.verdict is Verdict.PASS:
         return [
             Finding(
-                "speculation.lossless", Severity.INFO,
-                "no difference between speculation on and off beyond the engine's own noise", evidence=figures,
+                "speculation.lossless",
+                Severity.INFO,
+                "no difference between speculation on and off beyond the engine's own noise",
+                evidence=figures,
             )
-        ]  # fmt: skip
+        ]
     if answer.verdict is Verdict.INCONCLUSIVE:
         return [
             Finding(
-                "speculation.lossless_undecided", Severity.WARNING,
-                "greedy texts part, but only at near ties, which the engine's own noise explains", evidence=figures,
+                "speculation.lossless_undecided",
+                Severity.WARNING,
+                "greedy texts part, but only at near ties, which the engine's own noise explains",
+                evidence=figures,
                 remedies=("bound how far the distributions can be apart: `assay compare`",),
             )
-        ]  # fmt: skip
+        ]
     return [
         Finding(
             "speculation.not_lossless",
             Severity.ERROR,
-            f"{len(answer.real)} of {len(answer.partings)} greedy texts part where no tie explains it"
-            if answer.real
-            else f"sampled texts come from different distributions (p = {answer.p_value:.2g})",
+            (
+                f"{len(answer.real)} of {len(answer.partings)} greedy texts part where no tie"
+                " explains it"
+                if answer.real
+                else f"sampled texts come from different distributions (p = {answer.p_value:.2g})"
+            ),
             evidence=figures,
             causes=(
-                "the verification writes wrong state (KV slots, recurrent state) for accepted drafts",
+                (
+                    "the verification writes wrong state (KV slots, recurrent state) for accepted"
+                    " drafts"
+                ),
                 "the servers do not run the same model or the same sampling settings",
             ),
-            remedies=("check that both servers have the same arguments but for speculation", "assay compare ON OFF"),
+            remedies=(
+                "check that both servers have the same arguments but for speculation",
+                "assay compare ON OFF",
+            ),
             references=("https://github.com/vllm-project/vllm/issues/46834",),
         )
     ]
@@ -570,6 +650,9 @@ def _table(answer: Lossless) -> Table:
         for i, p in enumerate(answer.partings)
     ]
     return Table(
-        "Speculation on against off, greedy", ("prompt", "parts at", "on / off", "gap (nats)", "reading"), rows,
-        frozenset({3}), note=f"noise {answer.noise:.4f} nats; sampled texts: p = {answer.p_value}",
-    )  # fmt: skip
+        "Speculation on against off, greedy",
+        ("prompt", "parts at", "on / off", "gap (nats)", "reading"),
+        rows,
+        frozenset({3}),
+        note=f"noise {answer.noise:.4f} nats; sampled texts: p = {answer.p_value}",
+    )

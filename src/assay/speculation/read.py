@@ -30,30 +30,43 @@ class Clue:
     count: int = 1
 
 
-# id: what to look for in a line. The first group, where there is one, is what is quoted, else the line.
+# id: what to look for in a line. The first group, where there is one, is what is quoted, else the
+# line.
 _PATTERNS: dict[str, re.Pattern[str]] = {
     "version": re.compile(
-        r"(vLLM API server version \S+|Initializing a V\d LLM engine \(v[^)]+\)|sglang[ _]version[=:]\s*\S+"
+        r"(vLLM API server version \S+|Initializing a V\d LLM engine \(v[^)]+\)|sglang["
+        r" _]version[=:]\s*\S+"
         r"|build: \d+ \(\w+\))",
         re.I,
     ),
     "weights_skipped": re.compile(rf"{_HEAD_NAMES}.*not found in params_dict", re.I),
-    "weights_uninitialised": re.compile(rf"weights? .{{0,400}}(?:were|was) not initialized.*{_HEAD_NAMES}", re.I),
-    "weights_cast": re.compile(
-        rf"(Attempted to load weight \S*{_HEAD_NAMES}\S* with dtype \S+ into parameter with dtype \S+)", re.I
+    "weights_uninitialised": re.compile(
+        rf"weights? .{{0,400}}(?:were|was) not initialized.*{_HEAD_NAMES}", re.I
     ),
-    "weights_missing": re.compile(r"(?:MTP|nextn|speculative) (?:layer \S+ )?weights? missing", re.I),
-    "layer_reused": re.compile(r"(num_speculative_tokens > 1 will run multiple times of forward on same MTP layer)"),
+    "weights_cast": re.compile(
+        rf"(Attempted to load weight \S*{_HEAD_NAMES}\S* with dtype \S+ into parameter with dtype"
+        r" \S+)",
+        re.I,
+    ),
+    "weights_missing": re.compile(
+        r"(?:MTP|nextn|speculative) (?:layer \S+ )?weights? missing", re.I
+    ),
+    "layer_reused": re.compile(
+        r"(num_speculative_tokens > 1 will run multiple times of forward on same MTP layer)"
+    ),
     "draft_context": re.compile(r"(Overriding draft model max model len from \d+ to \d+)"),
     "draft_vocab": re.compile(
-        r"(?:draft|target).{0,200}vocab.{0,200}(?:not compatible|incompatible|mismatch|must match)", re.I
+        r"(?:draft|target).{0,200}vocab.{0,200}(?:not compatible|incompatible|mismatch|must match)",
+        re.I,
     ),
     "speculation_on": re.compile(
-        r"(speculative_config=SpeculativeConfig\([^)]*\)|speculative_algorithm='[^']+'|creating MTP draft context"
+        r"(speculative_config=SpeculativeConfig\([^)]*\)|speculative_algorithm='[^']+'|creating MTP"
+        r" draft context"
         r"|adding speculative implementation '[\w-]+')"
     ),
     "sparse_method": re.compile(
-        r"(?:speculative_(?:config|algorithm)|method)\W.{0,80}?\b((?:n-?gram|suffix|prompt_lookup|lookup)\w*)|(?:implementation|statistics) '?(ngram[\w-]*)",
+        r"(?:speculative_(?:config|algorithm)|method)\W.{0,80}?\b((?:n-?gram|suffix|prompt_lookup|lookup)\w*)|(?:implementation|statistics)"
+        r" '?(ngram[\w-]*)",
         re.I,
     ),
     "speculation_off": re.compile(r"(speculative_config=None|speculative_algorithm=None)"),
@@ -63,22 +76,42 @@ _PATTERNS: dict[str, re.Pattern[str]] = {
     ),
     "quantization": re.compile(r"\b(quantization='?(?!None)[\w-]+)'?[,)\s]"),
     "temperature": re.compile(
-        r"(?:default.{0,40}sampling param|SamplingParams\().{0,400}?['\"]?temperature['\"]?[:=] ?([\d.]+)", re.I
+        r"(?:default.{0,40}sampling param|SamplingParams\().{0,400}?['\"]?temperature['\"]?[:=]"
+        r" ?([\d.]+)",
+        re.I,
     ),
     "kv_cache_dtype": re.compile(r"\b(kv_cache_dtype='?[\w-]+)'?[,)\s]"),
     "replies": re.compile(
-        r"(Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s, Running: [1-9]\d* reqs|(?<!prompt )\beval time\s{0,20}=.*"
+        r"(Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s, Running: [1-9]\d* reqs|(?<!prompt"
+        r" )\beval time\s{0,20}=.*"
         r"|Decode batch.{0,400}gen throughput.*)"
     ),
 }
 _SPEED = re.compile(r"Avg generation throughput:\s*([\d.]+) tokens/s, Running: (\d+) reqs")
 _NEEDLES = (
-    "version", "llm engine (", "build: ", "params_dict", "not initialized", "attempted to load weight", "weights missing",
-    "weight missing", "same mtp layer", "overriding draft", "vocab", "speculative", "num_spec", "quantization=",
-    "kv_cache_dtype=", "mtp draft context", "temperature", "draft-max", "draft-n-max",
-)  # fmt: skip
+    "version",
+    "llm engine (",
+    "build: ",
+    "params_dict",
+    "not initialized",
+    "attempted to load weight",
+    "weights missing",
+    "weight missing",
+    "same mtp layer",
+    "overriding draft",
+    "vocab",
+    "speculative",
+    "num_spec",
+    "quantization=",
+    "kv_cache_dtype=",
+    "mtp draft context",
+    "temperature",
+    "draft-max",
+    "draft-n-max",
+)
 _LONGEST = 8192
-"""Characters of a line that are looked at; configurations are printed on lines of a few thousand."""
+"""Characters of a line that are looked at; configurations are printed on lines of a few thousand.
+"""
 
 
 def start_up(text: str) -> tuple[list[Clue], list[float]]:
@@ -90,14 +123,20 @@ def start_up(text: str) -> tuple[list[Clue], list[float]]:
             match = pattern.search(line)
             if match:
                 seen[name] += 1
-                quote = " ".join((match[match.lastindex or 0] if pattern.groups else line).split())[:300]
+                quote = " ".join((match[match.lastindex or 0] if pattern.groups else line).split())[
+                    :300
+                ]
                 if name == "depth" and quote not in first.get(name, quote).split(", "):
                     quote = f"{first.pop(name)}, {quote}"  # two runs, or two roles
                 first.setdefault(name, quote)
     replies = _PATTERNS["replies"].search(text)
     if replies:
         first.setdefault("replies", " ".join(replies[1].split())[:300])
-    speeds = [float(speed) for speed, running in _SPEED.findall(text) if _positive(speed) and int(running[:9])]
+    speeds = [
+        float(speed)
+        for speed, running in _SPEED.findall(text)
+        if _positive(speed) and int(running[:9])
+    ]
     return [Clue(name, quote, max(1, seen[name])) for name, quote in first.items()], speeds
 
 
@@ -109,7 +148,9 @@ def _positive(text: str) -> bool:
 
 
 def _candidates(text: str) -> list[str]:
-    """Lines that hold a needle, in order and each once; found with `find`, since the start of a log is megabytes."""
+    """Lines that hold a needle, in order and each once; found with `find`, since the start of a log
+    is megabytes.
+    """
     lowered = text.lower()
     if len(lowered) != len(text):  # a letter whose lower case is longer would shift the offsets
         lowered = text
@@ -132,7 +173,9 @@ _COUNTS = re.compile(
     r"|(?<!\d)(?:\d{1,15}\s?(?:/|of)\s?\d{1,15}|\d[\d.]{0,15}\s?%)[^.;]{0,30}\baccept",
     re.I,
 )
-_SETTING = re.compile(r"\b\w{0,60}?(?:threshold|sampler|alpha|method)\w{0,60}['\"]?\s?[=:]\s?\S+", re.I)
+_SETTING = re.compile(
+    r"\b\w{0,60}?(?:threshold|sampler|alpha|method)\w{0,60}['\"]?\s?[=:]\s?\S+", re.I
+)
 
 
 def looks_like_drafting(text: str) -> bool:
@@ -147,9 +190,22 @@ SHORT = 1 << 20
 """Characters up to which a log is tried with its lines joined, as if a terminal had broken them."""
 _DEPTH = 12
 _MESSAGE = frozenset(
-    {"message", "msg", "log", "line", "event", "body", "MESSAGE", "textPayload", "_raw", "stringValue"}
+    {
+        "message",
+        "msg",
+        "log",
+        "line",
+        "event",
+        "body",
+        "MESSAGE",
+        "textPayload",
+        "_raw",
+        "stringValue",
+    }
 )
-"""Keys under which structured logs hold the line itself. The text of a response is under none of them."""
+"""Keys under which structured logs hold the line itself. The text of a response is under none of
+them.
+"""
 _JOURNAL_BYTES = re.compile(r'"MESSAGE"\s*:\s*\[\s*\d')
 _KNOWN_PAGE = re.compile(r"^(?:vllm|sglang|llamacpp|trtllm)[:_]\w", re.M)
 
@@ -158,7 +214,8 @@ _KNOWN_PAGE = re.compile(r"^(?:vllm|sglang|llamacpp|trtllm)[:_]\w", re.M)
 class Reading:
     """Observations and clues of one or several sources of the same run, in order.
 
-    `unread` holds the lines that name drafting and that no parser reads, each shape once, and how often it came.
+    `unread` holds the lines that name drafting and that no parser reads, each shape once, and how
+    often it came.
     """
 
     parsers: Sequence[Parser] = field(default_factory=new_parsers)
@@ -204,12 +261,21 @@ class Reading:
         self.observations += self._objects(value)
 
     def metrics(self, text: str) -> None:
-        """Read a Prometheus page. A page of a known engine without draft counters shows that it does not speculate."""
+        """Read a Prometheus page. A page of a known engine without draft counters shows that it
+        does not speculate.
+        """
         before = len(self.observations)
         self._pages(scan.parse_samples(text))
         known = _KNOWN_PAGE.search(text)
-        if len(self.observations) == before and known and "spec" not in text and "draft" not in text:
-            self.clues.append(Clue("no_counters", f"the page of {known[0][:-2]} has no draft counters"))
+        if (
+            len(self.observations) == before
+            and known
+            and "spec" not in text
+            and "draft" not in text
+        ):
+            self.clues.append(
+                Clue("no_counters", f"the page of {known[0][:-2]} has no draft counters")
+            )
 
     def settled(self) -> list[Observation]:
         """All observations, after each parser has had its say on the whole."""
@@ -228,7 +294,9 @@ class Reading:
         self.speeds += speeds
 
     def _log(self, source: Source, text: str) -> None:
-        """The lines of a log; of a short one also as they were before a terminal broke them, if that says more."""
+        """The lines of a log; of a short one also as they were before a terminal broke them, if
+        that says more.
+        """
         before = len(self.observations)
         if _JOURNAL_BYTES.search(text[:65536]):
             for raw in _lines(source):
@@ -280,7 +348,9 @@ class Reading:
             self.unread[shape] = (quote, number + 1)
 
     def _objects(self, value: Any, depth: int = 0, key: str = "") -> list[Observation]:
-        """Observations of all JSON objects in `value`. The usage object repeats what a richer one says."""
+        """Observations of all JSON objects in `value`. The usage object repeats what a richer one
+        says.
+        """
         found: list[Observation] = []
         if depth > _DEPTH:
             return found
@@ -289,7 +359,11 @@ class Reading:
         if isinstance(value, Mapping):
             found += self._object(value, key)
             children = list(value.items())
-            messages = [t for key, item in value.items() if key in _MESSAGE and (t := _message(item)) is not None]
+            messages = [
+                t
+                for key, item in value.items()
+                if key in _MESSAGE and (t := _message(item)) is not None
+            ]
         elif isinstance(value, list):
             children = [(key, child) for child in value]
             # A log store exports [time, line].
@@ -306,7 +380,9 @@ class Reading:
         return _with_usage(value, rich) or found
 
     def _object(self, value: Mapping[str, Any], key: str) -> list[Observation]:
-        """What the first parser that knows this object reads in it; a key that names drafting tells what it is about."""
+        """What the first parser that knows this object reads in it; a key that names drafting tells
+        what it is about.
+        """
         for parser in self.parsers:
             found = list(parser.document(value))
             if found:
@@ -315,13 +391,19 @@ class Reading:
         if named is not None:
             return [named]
         for key, item in value.items():
-            if isinstance(item, int | float) and not isinstance(item, bool) and looks_like_drafting(f"{key}: {item}"):
+            if (
+                isinstance(item, int | float)
+                and not isinstance(item, bool)
+                and looks_like_drafting(f"{key}: {item}")
+            ):
                 self._unrecognised(f"{key}: {item}", key)
         return []
 
 
 def _with_usage(value: Any, rich: list[Observation]) -> list[Observation]:
-    """`rich` with the generated tokens that the response's usage object counts, where they are one reply's."""
+    """`rich` with the generated tokens that the response's usage object counts, where they are one
+    reply's.
+    """
     usage = value.get("usage") if isinstance(value, Mapping) else None
     generated = count(usage.get("completion_tokens")) if isinstance(usage, Mapping) else None
     if generated is None or len(rich) != 1 or rich[0].generated is not None:
@@ -340,7 +422,10 @@ def _message(item: Any) -> str | None:
 
 def _known(observations: Sequence[Observation]) -> int:
     """How many figures observations hold."""
-    return sum(o.has_counts + (o.drafts is not None) + len(o.accepted_per_position or ()) for o in observations)
+    return sum(
+        o.has_counts + (o.drafts is not None) + len(o.accepted_per_position or ())
+        for o in observations
+    )
 
 
 def _lines(source: Source) -> Iterator[bytes]:
@@ -366,7 +451,11 @@ def _document(source: Source, text: str) -> Any:
         return None  # a large log of JSON lines
     if start.startswith("[") and not _opens_json_array(start):
         return None  # a log whose lines start with a bracket
-    body = start if source.complete else _whole(source).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+    body = (
+        start
+        if source.complete
+        else _whole(source).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+    )
     try:
         return json.loads(body)
     except RecursionError:
@@ -374,8 +463,11 @@ def _document(source: Source, text: str) -> Any:
     except ValueError as error:
         rows = [row for row in body.splitlines() if row.strip()]
         values = [v for row in rows if (v := _json_row(row)) is not None]
-        # Server-sent events have lines without JSON; a log that begins with JSON has lines of every kind.
-        others = sum(not row.startswith(("data:", "event:", "id:", ":")) for row in rows) - len(values)
+        # Server-sent events have lines without JSON; a log that begins with JSON has lines of every
+        # kind.
+        others = sum(not row.startswith(("data:", "event:", "id:", ":")) for row in rows) - len(
+            values
+        )
         if values:
             return values if others <= 0 else None
         if start.startswith("{") and not start.startswith(('{"', "{\n", "{\r", "{ ", "{}")):
@@ -385,7 +477,9 @@ def _document(source: Source, text: str) -> Any:
 
 def _broken(source: Source, why: str) -> AssayError:
     return AssayError(
-        f"{source.name}: {why}", finding_id="speculation.source_truncated", remedy="save the response again, whole"
+        f"{source.name}: {why}",
+        finding_id="speculation.source_truncated",
+        remedy="save the response again, whole",
     )
 
 

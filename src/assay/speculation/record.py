@@ -1,7 +1,8 @@
-"""The normalised evidence: what one line, sample or response says, and what a whole source adds up to.
+"""The normalised evidence: what one line, sample or response says, and what a whole source adds up
+to.
 
-Field names follow NVIDIA AIPerf's engine-neutral acceptance record where they fit. Rates are fractions. Lengths
-count the bonus token, so that a step which accepted nothing has length 1.
+Field names follow NVIDIA AIPerf's engine-neutral acceptance record where they fit. Rates are
+fractions. Lengths count the bonus token, so that a step which accepted nothing has length 1.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Kind(StrEnum):
 DEFINITIONS: Mapping[str, str] = {
     "vllm_v1_window": "vLLM V1 log: counts of one interval; length = 1 + accepted / drafts",
     "vllm_v0_total": (
-        "vLLM V0: counts since start; 'accepted' also counts hits after the first rejection, so tokens per step are "
-        "emitted / drafts"
+        "vLLM V0: counts since start; 'accepted' also counts hits after the first rejection, so"
+        " tokens per step are emitted / drafts"
     ),
     "vllm_counters": "vLLM counters since start; length = 1 + accepted / drafts",
     "vllm_request": "vLLM counts of one request; histogram[i] = steps that accepted i drafts",
@@ -48,7 +49,9 @@ DEFINITIONS: Mapping[str, str] = {
     "sglang_gauges": "SGLang gauges: the last interval only",
     "sglang_request": "SGLang counts of one request",
     "sglang_average": "SGLang average length since start, printed without a weight",
-    "llamacpp_request": "llama.cpp counts of one request (the denominator is the number of drafted tokens)",
+    "llamacpp_request": (
+        "llama.cpp counts of one request (the denominator is the number of drafted tokens)"
+    ),
     "llamacpp_total": "llama.cpp statistics of one drafting method since start",
     "llamacpp_counters": "llama.cpp counters since start",
     "trtllm_iteration": "TensorRT-LLM counts of one iteration; one draft a request",
@@ -56,9 +59,16 @@ DEFINITIONS: Mapping[str, str] = {
     "trtllm_request": "TensorRT-LLM counts of one request",
     "trtllm_average": "TensorRT-LLM average acceptance length, printed without a weight",
     "mlx_request": "mlx-vlm counts of one request; a round is one verify step",
-    "mlc_counts": "MLC: accept_count[i] / draft_count[i]; entry 0 is the slot that is always accepted",
-    "guard_request": "engine that stops drafting by itself: drafts, accepted and drafted of one request",
-    "fastdeploy_request": "FastDeploy counts of one request; its accepted tokens include bonus tokens, which are left out",
+    "mlc_counts": (
+        "MLC: accept_count[i] / draft_count[i]; entry 0 is the slot that is always accepted"
+    ),
+    "guard_request": (
+        "engine that stops drafting by itself: drafts, accepted and drafted of one request"
+    ),
+    "fastdeploy_request": (
+        "FastDeploy counts of one request; its accepted tokens include bonus tokens, which are"
+        " left out"
+    ),
     "named": "figures read by their names: draft tokens accepted of drafted, steps, tokens a step",
     "openai_usage": "OpenAI usage: accepted and rejected prediction tokens of one request",
 }
@@ -68,14 +78,15 @@ DEFINITIONS: Mapping[str, str] = {
 class Observation:
     """What one line, metrics sample or response says. Unknown values are None.
 
-    `replica` names the engine of several, `stream` the counter inside it. `accepted_per_position[i]` counts the
-    steps whose draft position i was accepted, out of `drafts_per_position[i]` (out of `drafts` where None).
-    `rates_per_position`, `acceptance_rate` and `mean_acceptance_length` are as printed;
-    `reported_rate` keeps a printed rate whose meaning turned out to be another. `emitted` counts all tokens of the steps
-    that drafted, bonus tokens included; `generated` the tokens of the whole reply and `steps` its decode steps, which
-    need not all have drafted. `accepted_first` counts the drafts of which at least the first token was accepted.
-    `implied_depth` is the number of speculative tokens that other figures imply. `weight` is the share of a printed
-    value in an average, None where that is not known.
+    `replica` names the engine of several, `stream` the counter inside it.
+    `accepted_per_position[i]` counts the steps whose draft position i was accepted, out of
+    `drafts_per_position[i]` (out of `drafts` where None). `rates_per_position`, `acceptance_rate`
+    and `mean_acceptance_length` are as printed; `reported_rate` keeps a printed rate whose meaning
+    turned out to be another. `emitted` counts all tokens of the steps that drafted, bonus tokens
+    included; `generated` the tokens of the whole reply and `steps` its decode steps, which need not
+    all have drafted. `accepted_first` counts the drafts of which at least the first token was
+    accepted. `implied_depth` is the number of speculative tokens that other figures imply. `weight`
+    is the share of a printed value in an average, None where that is not known.
     """
 
     engine: str
@@ -111,9 +122,11 @@ class Observation:
 
     @classmethod
     def of(cls, **known: Any) -> Observation:
-        """The same as the constructor, at a tenth of its cost: what is not known stays the default of the class.
+        """The same as the constructor, at a tenth of its cost: what is not known stays the default
+        of the class.
 
-        For the lines of which a log may hold millions; the constructor of a frozen class sets every field one by one.
+        For the lines of which a log may hold millions; the constructor of a frozen class sets every
+        field one by one.
         """
         own = object.__new__(cls)
         own.__dict__.update(known)
@@ -122,7 +135,11 @@ class Observation:
     @property
     def has_counts(self) -> bool:
         """Whether anything here can be added up."""
-        return self.drafted is not None or self.drafts is not None or self.accepted_per_position is not None
+        return (
+            self.drafted is not None
+            or self.drafts is not None
+            or self.accepted_per_position is not None
+        )
 
     @property
     def empty(self) -> bool:
@@ -138,10 +155,12 @@ class Observation:
 class Record:
     """What a source adds up to. Unknown values are None.
 
-    `positions[i]` is (accepted, drafts) of draft position i. `tokens_per_step` is the mean acceptance length, or
-    what can be derived in its place (from the generated tokens of the replies). `leading_accepted` are the drafts
-    that entered the text where that differs from `accepted` (vLLM V0). `first` is position 0 where only that is known.
-    `steps` are all decode steps, also those without a draft (estimated from the throughput that a log prints). `windows` counts observations with drafts.
+    `positions[i]` is (accepted, drafts) of draft position i. `tokens_per_step` is the mean
+    acceptance length, or what can be derived in its place (from the generated tokens of the
+    replies). `leading_accepted` are the drafts that entered the text where that differs from
+    `accepted` (vLLM V0). `first` is position 0 where only that is known. `steps` are all decode
+    steps, also those without a draft (estimated from the throughput that a log prints). `windows`
+    counts observations with drafts.
     """
 
     engine: str | None = None
@@ -180,7 +199,9 @@ class Record:
 
     @property
     def impossible(self) -> bool:
-        """Whether more was accepted than drafted, beyond what counters of one page run ahead of each other."""
+        """Whether more was accepted than drafted, beyond what counters of one page run ahead of
+        each other.
+        """
         return (
             self.drafted is not None
             and self.accepted is not None
@@ -197,7 +218,9 @@ class Record:
         """Tokens per decode step, steps without a draft included; None where they are not counted."""
         if self.leading is None or not self.steps:
             return None
-        return (max(self.steps, self.drafts or 0) + self.leading) / max(self.steps, self.drafts or 0)
+        return (max(self.steps, self.drafts or 0) + self.leading) / max(
+            self.steps, self.drafts or 0
+        )
 
     @property
     def leading(self) -> int | None:
@@ -213,26 +236,46 @@ class Record:
             "reported_multiplier": self.multiplier,
             "definitions": {name: DEFINITIONS.get(name, name) for name in self.definitions},
         }
-        return own | ({"per_implementation": self.per_implementation} if self.per_implementation else {})
+        return own | (
+            {"per_implementation": self.per_implementation} if self.per_implementation else {}
+        )
 
 
 _IN_JSON = (
-    "engine", "drafted", "accepted", "drafts", "acceptance_rate", "mean_acceptance_length", "per_position",
-    "num_speculative_tokens", "windows", "counts", "tokens_per_step", "coverage", "emitted", "reported_accept_rate",
-    "generation_throughput", "partial", "estimated", "notes",
-)  # fmt: skip
+    "engine",
+    "drafted",
+    "accepted",
+    "drafts",
+    "acceptance_rate",
+    "mean_acceptance_length",
+    "per_position",
+    "num_speculative_tokens",
+    "windows",
+    "counts",
+    "tokens_per_step",
+    "coverage",
+    "emitted",
+    "reported_accept_rate",
+    "generation_throughput",
+    "partial",
+    "estimated",
+    "notes",
+)
 
-# From observations to one record: sums of counts, never means or last values of printed percentages.
-# Where one source holds several kinds, the finest one that counts speaks; the others would count twice.
+# From observations to one record: sums of counts, never means or last values of printed
+# percentages. Where one source holds several kinds, the finest one that counts speaks; the others
+# would count twice.
 _PRECEDENCE = ((Kind.WINDOW, Kind.REQUEST), (Kind.TOTAL,), (Kind.SUMMARY,))
 _COUNTERS = ("drafted", "accepted", "drafts", "emitted", "generated", "steps", "accepted_first")
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The record of a whole source, of each engine in it, and the windows in the order in which they came.
+    """The record of a whole source, of each engine in it, and the windows in the order in which
+    they came.
 
-    `lifetime` is what counters since start say beside the requests or windows that the record adds up.
+    `lifetime` is what counters since start say beside the requests or windows that the record adds
+    up.
     """
 
     record: Record
@@ -252,17 +295,24 @@ def combine(observations: Sequence[Observation]) -> Evidence:
     if not observations:
         return Evidence(Record())
     by_engine = _grouped(observations, lambda o: o.engine)
-    main = max(by_engine, key=lambda e: (sum(o.drafted or 0 for o in by_engine[e]), len(by_engine[e])))
+    main = max(
+        by_engine, key=lambda e: (sum(o.drafted or 0 for o in by_engine[e]), len(by_engine[e]))
+    )
     own = by_engine.pop(main)
     chosen = choose(own)
     replicas = _grouped(chosen, lambda o: o.replica or "other")
     per_engine = {r: summarise(o) for r, o in replicas.items()} if len(replicas) > 1 else {}
     # Lifetime counts of each drafting method that prints its own statistics.
     methods = {o.stream: o for o in own if o.definition == "llamacpp_total"}
-    each = {k: {"accepted": o.accepted, "drafted": o.drafted, "drafts": o.drafts} for k, o in methods.items()}
+    each = {
+        k: {"accepted": o.accepted, "drafted": o.drafted, "drafts": o.drafts}
+        for k, o in methods.items()
+    }
     record = replace(summarise(chosen), per_implementation=each)
     if by_engine:
-        per_engine = (per_engine or {main: record}) | {e: summarise(choose(o)) for e, o in by_engine.items()}
+        per_engine = (per_engine or {main: record}) | {
+            e: summarise(choose(o)) for e, o in by_engine.items()
+        }
         note = f"lines of other engines are judged apart: {', '.join(sorted(by_engine))}"
         record = replace(record, notes=(*record.notes, note))
     totals = [o for o in own if o.kind is Kind.TOTAL and o.has_counts]
@@ -271,7 +321,9 @@ def combine(observations: Sequence[Observation]) -> Evidence:
     return Evidence(record, per_engine, [o for o in chosen if not o.empty], lifetime)
 
 
-def _grouped(observations: Iterable[Observation], key: Callable[[Observation], str]) -> dict[str, list[Observation]]:
+def _grouped(
+    observations: Iterable[Observation], key: Callable[[Observation], str]
+) -> dict[str, list[Observation]]:
     grouped: dict[str, list[Observation]] = defaultdict(list)
     for o in observations:
         grouped[key(o)].append(o)
@@ -279,18 +331,24 @@ def _grouped(observations: Iterable[Observation], key: Callable[[Observation], s
 
 
 def choose(observations: Sequence[Observation]) -> list[Observation]:
-    """The observations of the finest kind that counts, totals turned into differences; else the printed values."""
+    """The observations of the finest kind that counts, totals turned into differences; else the
+    printed values.
+    """
     for kinds in _PRECEDENCE:
         found = [o for o in observations if o.kind in kinds]
         if any(o.has_counts for o in found):
             if kinds == (Kind.SUMMARY,):
                 return [o for o in found if o.has_counts]
             return differences(found) if kinds == (Kind.TOTAL,) else found
-    return [o for o in observations if o.kind is Kind.VALUE] or [o for o in observations if not o.has_counts]
+    return [o for o in observations if o.kind is Kind.VALUE] or [
+        o for o in observations if not o.has_counts
+    ]
 
 
 def differences(totals: Iterable[Observation]) -> list[Observation]:
-    """Windows between totals of the same counter; a counter that fell was reset, and starts again from 0."""
+    """Windows between totals of the same counter; a counter that fell was reset, and starts again
+    from 0.
+    """
     before: dict[tuple[str | None, str], Observation] = {}
     windows = []
     for total in totals:
@@ -304,7 +362,9 @@ def differences(totals: Iterable[Observation]) -> list[Observation]:
 def fell(before: Observation, after: Observation) -> bool:
     """Whether any counter of `after` is below that of `before`: the process restarted in between."""
     pairs = [(getattr(before, n), getattr(after, n)) for n in _COUNTERS]
-    pairs += list(zip(before.accepted_per_position or (), after.accepted_per_position or (), strict=False))
+    pairs += list(
+        zip(before.accepted_per_position or (), after.accepted_per_position or (), strict=False)
+    )
     return any(a is not None and b is not None and b < a for a, b in pairs)
 
 
@@ -316,7 +376,11 @@ def subtract(after: Observation, before: Observation) -> Observation:
         changes[name] = None if a is None else a - (b or 0)
     for name in ("accepted_per_position", "drafts_per_position"):
         a, b = getattr(after, name), getattr(before, name)
-        changes[name] = a if not a or not b else tuple(x - y for x, y in zip_longest(a, b[: len(a)], fillvalue=0))
+        changes[name] = (
+            a
+            if not a or not b
+            else tuple(x - y for x, y in zip_longest(a, b[: len(a)], fillvalue=0))
+        )
     return replace(after, **changes)
 
 
@@ -326,7 +390,8 @@ def summarise(observations: Sequence[Observation]) -> Record:
     counted = any(o.has_counts for o in observations)
     partial = any(o.partial for o in observations)
     drafted, accepted, drafts, emitted, generated, steps = (
-        _sum(observations, name) for name in ("drafted", "accepted", "drafts", "emitted", "generated", "steps")
+        _sum(observations, name)
+        for name in ("drafted", "accepted", "drafts", "emitted", "generated", "steps")
     )
     positions = None if partial else _positions(used)
     if partial:
@@ -345,20 +410,35 @@ def summarise(observations: Sequence[Observation]) -> Record:
     speeds = [o.generation_throughput for o in used if o.generation_throughput]
     return Record(
         engine=observations[0].engine if observations else None,
-        drafted=drafted, accepted=accepted, drafts=drafts, acceptance_rate=rate, mean_acceptance_length=mean,
+        drafted=drafted,
+        accepted=accepted,
+        drafts=drafts,
+        acceptance_rate=rate,
+        mean_acceptance_length=mean,
         per_position=tuple(a / n if n else 0.0 for a, n in positions) if positions else rates,
-        num_speculative_tokens=_depth(used, drafted, drafts, positions), windows=len(used), counts=counted,
+        num_speculative_tokens=_depth(used, drafted, drafts, positions),
+        windows=len(used),
+        counts=counted,
         positions=positions,
-        first=positions[0] if positions else (first, drafts) if first is not None and drafts else None,
-        steps=steps, steps_estimated=any(o.definition == "vllm_v1_window" for o in used),
-        tokens_per_step=mean if mean is not None else _derived_length(used, positions, accepted, drafted),
-        leading_accepted=leading, emitted=emitted, generated=generated,
-        multiplier=_weighted(used, "multiplier"), reported_accept_rate=_weighted(used, "reported_rate"),
-        generation_throughput=median(speeds) if speeds else None, partial=partial,
+        first=(
+            positions[0] if positions else (first, drafts) if first is not None and drafts else None
+        ),
+        steps=steps,
+        steps_estimated=any(o.definition == "vllm_v1_window" for o in used),
+        tokens_per_step=(
+            mean if mean is not None else _derived_length(used, positions, accepted, drafted)
+        ),
+        leading_accepted=leading,
+        emitted=emitted,
+        generated=generated,
+        multiplier=_weighted(used, "multiplier"),
+        reported_accept_rate=_weighted(used, "reported_rate"),
+        generation_throughput=median(speeds) if speeds else None,
+        partial=partial,
         estimated=any(o.estimated for o in used),
         definitions=tuple(dict.fromkeys(o.definition for o in observations)),
         notes=tuple(dict.fromkeys(o.note for o in observations if o.note)),
-    )  # fmt: skip
+    )
 
 
 def _sum(observations: Sequence[Observation], name: str) -> int | None:
@@ -370,7 +450,9 @@ def _sum(observations: Sequence[Observation], name: str) -> int | None:
 
 
 def _positions(used: Sequence[Observation]) -> tuple[tuple[int, int], ...] | None:
-    """(accepted, drafts) of each position, from the observations that print positions; None if some do not."""
+    """(accepted, drafts) of each position, from the observations that print positions; None if some
+    do not.
+    """
     if not used or any(o.accepted_per_position is None for o in used):
         return None
     accepted: list[int] = []
@@ -389,9 +471,14 @@ def _positions(used: Sequence[Observation]) -> tuple[tuple[int, int], ...] | Non
 
 
 def _depth(
-    used: Sequence[Observation], drafted: int | None, drafts: int | None, positions: Sequence[Any] | None
+    used: Sequence[Observation],
+    drafted: int | None,
+    drafts: int | None,
+    positions: Sequence[Any] | None,
 ) -> int | None:
-    """Speculative tokens a step: what is stated, or what divides evenly, or the number of positions."""
+    """Speculative tokens a step: what is stated, or what divides evenly, or the number of
+    positions.
+    """
     if not used or used[0].definition == "mlc_counts":
         return None
     stated = max(o.num_speculative_tokens or 0 for o in used)
@@ -415,14 +502,23 @@ def _mean_length(
     printed = [(o.mean_acceptance_length, o.accepted) for o in used]
     if printed and all(m is not None and m > 1 and a for m, a in printed):
         # accepted / (length − 1) drafts each, so the lengths are pooled by their drafts.
-        return 1 + sum(a or 0 for _, a in printed) / sum((a or 0) / ((m or 0) - 1) for m, a in printed)
-    return _weighted(used, "mean_acceptance_length") if all(o.accepted is None for o in used) else None
+        return 1 + sum(a or 0 for _, a in printed) / sum(
+            (a or 0) / ((m or 0) - 1) for m, a in printed
+        )
+    return (
+        _weighted(used, "mean_acceptance_length") if all(o.accepted is None for o in used) else None
+    )
 
 
 def _derived_length(
-    used: Sequence[Observation], positions: Sequence[tuple[int, int]] | None, accepted: int | None, drafted: int | None
+    used: Sequence[Observation],
+    positions: Sequence[tuple[int, int]] | None,
+    accepted: int | None,
+    drafted: int | None,
 ) -> float | None:
-    """Tokens per step where no length is known: from the positions, the implied depth, or the generated tokens."""
+    """Tokens per step where no length is known: from the positions, the implied depth, or the
+    generated tokens.
+    """
     if positions and all(n for _, n in positions):
         return 1 + sum(a / n for a, n in positions)
     last = used[-1] if used else None
@@ -455,13 +551,19 @@ def _weighted(used: Sequence[Observation], name: str) -> float | None:
 
 
 def infer_drafts(
-    drafted: int, accepted: int, positions: int | None, mean_length: float | None, rates: Sequence[float] | None = None
+    drafted: int,
+    accepted: int,
+    positions: int | None,
+    mean_length: float | None,
+    rates: Sequence[float] | None = None,
 ) -> int | None:
-    """Number of drafts behind a line that prints drafted and accepted tokens and a rounded mean length.
+    """Number of drafts behind a line that prints drafted and accepted tokens and a rounded mean
+    length.
 
-    A draft has at most `positions` tokens, so there are at least `drafted / positions` drafts, and exactly that many
-    where none was cut short. That number is taken if it agrees with the printed figures; else the one that agrees
-    best among those whose mean length rounds to the printed one; None if the line does not say enough.
+    A draft has at most `positions` tokens, so there are at least `drafted / positions` drafts, and
+    exactly that many where none was cut short. That number is taken if it agrees with the printed
+    figures; else the one that agrees best among those whose mean length rounds to the printed one;
+    None if the line does not say enough.
     """
     if drafted == 0:
         return 0
@@ -482,7 +584,9 @@ def infer_drafts(
     candidates = range(max(first, full or 1), min(last, drafted) + 1)
     if not candidates or len(candidates) > 2000:
         return full if full is not None else round(accepted / (mean_length - 1))
-    fitting = [d for d in candidates if _rates_agree(d, accepted, rates)] if rates else list(candidates)
+    fitting = (
+        [d for d in candidates if _rates_agree(d, accepted, rates)] if rates else list(candidates)
+    )
     middle = accepted / (mean_length - 1)
     return min(fitting or candidates, key=lambda d: abs(d - middle))
 
@@ -490,7 +594,8 @@ def infer_drafts(
 def exact_counts(
     drafted: int, accepted: int, mean_length: float, rates: Sequence[float]
 ) -> tuple[int, tuple[int, ...]] | None:
-    """Drafts and accepted drafts per position where full-length drafts explain every printed figure; None otherwise.
+    """Drafts and accepted drafts per position where full-length drafts explain every printed
+    figure; None otherwise.
 
     What `infer_drafts` and `position_counts` would say, for the usual line at a third of the cost.
     """
@@ -510,7 +615,8 @@ def exact_counts(
 def position_counts(
     drafts: int, rates: Sequence[float], accepted: int | None, complete: bool = True
 ) -> tuple[int, ...]:
-    """Accepted drafts per position from rounded rates: the nearest counts, corrected so that they add up.
+    """Accepted drafts per position from rounded rates: the nearest counts, corrected so that they
+    add up.
 
     `accepted` is the known sum (None or `complete=False` where some positions are not printed).
     """
@@ -519,7 +625,8 @@ def position_counts(
     if accepted is None or not complete:
         return tuple(counts)
     missing = accepted - sum(counts)
-    # The true counts lie within a rounding step of `exact`; a larger gap means that the rates are something else.
+    # The true counts lie within a rounding step of `exact`; a larger gap means that the rates are
+    # something else.
     if missing and abs(missing) <= min(10_000, max(2, len(counts) * (1 + drafts // 1000))):
         step = 1 if missing > 0 else -1
         for _ in range(abs(missing)):

@@ -1,9 +1,11 @@
-"""From bytes to lines: find the few that matter in a log of any size at the speed of reading it, and free them of what
-terminals, containers and supervisors put around them. Metrics pages are taken apart here too.
+"""From bytes to lines: find the few that matter in a log of any size at the speed of reading it,
+and free them of what terminals, containers and supervisors put around them. Metrics pages are taken
+apart here too.
 
-What matters is what the parsers look for. Nearly all their needles hold `accep`, or `acc` before something that is no
-letter; the pair `cc` is rare, and numpy finds it at memory speed. Needles without it are searched for one by one. The
-lines around a hit are kept too, since engines put the engine's number or the speed on a line of their own.
+What matters is what the parsers look for. Nearly all their needles hold `accep`, or `acc` before
+something that is no letter; the pair `cc` is rare, and numpy finds it at memory speed. Needles
+without it are searched for one by one. The lines around a hit are kept too, since engines put the
+engine's number or the speed on a line of their own.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ PARSERS: tuple[type[Parser], ...] = (
 
 
 def all_parsers() -> tuple[type[Parser], ...]:
-    """Those of other packages, which read less than the ones for named figures, then those of assay."""
+    """Those of other packages, which read less than the ones for named figures, then those of
+    assay.
+    """
     return (*load("assay.parsers").values(), *PARSERS)
 
 
@@ -81,7 +85,9 @@ class ByteReader(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the parsers look for, in lower case: in a line that may count drafts, in one beside it, and without a seed."""
+    """What the parsers look for, in lower case: in a line that may count drafts, in one beside it,
+    and without a seed.
+    """
 
     counts: tuple[bytes, ...]
     speaks: tuple[bytes, ...]
@@ -110,7 +116,9 @@ def _wanted() -> Wanted:
 def interesting_lines(
     reader: ByteReader, block: int = BLOCK, margin: int = MARGIN, wanted: Wanted | None = None
 ) -> Iterator[bytes]:
-    """Lines that may count drafts, and the neighbours that matter, in order and each once; without line ends."""
+    """Lines that may count drafts, and the neighbours that matter, in order and each once; without
+    line ends.
+    """
     wanted = wanted or _wanted()
     # One buffer for the whole source: fresh pages would cost more than the search.
     buffer = bytearray(block + 2 * margin)
@@ -133,7 +141,11 @@ def interesting_lines(
                     passed = end
                     continue
                 first, sent = _zone(buffer, line, end, sent, filled)
-                yield from (row for row in bytes(view[first:sent]).splitlines() if _holds(row, wanted.speaks))
+                yield from (
+                    row
+                    for row in bytes(view[first:sent]).splitlines()
+                    if _holds(row, wanted.speaks)
+                )
         if not fresh:
             return
         cut = max(0, limit - margin)
@@ -149,7 +161,9 @@ class _Search:
         self._buffer = buffer
         self._others = others
         self._text = np.frombuffer(buffer, dtype=np.uint8)
-        self._found = bytearray(CHUNK + 1)  # bytes for `find`, which is memchr, and a mask for numpy
+        self._found = bytearray(
+            CHUNK + 1
+        )  # bytes for `find`, which is memchr, and a mask for numpy
         self._mask = np.frombuffer(self._found, dtype=np.bool_)
 
     def hits(self, start: int, stop: int, filled: int) -> Iterator[int]:
@@ -174,7 +188,9 @@ class _Search:
             yield from sorted(own + self._listed(low, high, filled)) if self._others else own
 
     def _listed(self, low: int, high: int, filled: int) -> list[int]:
-        """Offsets of the needles without a seed; they are written in lower case by those who print them."""
+        """Offsets of the needles without a seed; they are written in lower case by those who print
+        them.
+        """
         at = []
         for needle in self._others:
             place = self._buffer.find(needle, low, min(high + len(needle) - 1, filled))
@@ -184,7 +200,9 @@ class _Search:
         return at
 
     def _fitting(self, pairs: np.ndarray[tuple[int], np.dtype[np.intp]], filled: int) -> list[int]:
-        """The seeds among many pairs at once ('success' on every line of a log must not make it slow)."""
+        """The seeds among many pairs at once ('success' on every line of a log must not make it
+        slow).
+        """
         text = self._text
         before, third, fourth = (text[(pairs + i).clip(0, filled - 1)] for i in (-1, 2, 3))
         letter = ((third | 32) >= ord("a")) & ((third | 32) <= ord("z"))
@@ -198,7 +216,9 @@ def _holds(text: bytes | bytearray, words: Sequence[bytes]) -> bool:
 
 
 def _zone(buffer: bytearray, line: int, end: int, sent: int, filled: int) -> tuple[int, int]:
-    """Where the lines around that of a hit (from `line` to `end`) begin that are not sent yet, and where they end."""
+    """Where the lines around that of a hit (from `line` to `end`) begin that are not sent yet, and
+    where they end.
+    """
     first, last = line, end
     for _ in range(LINES_BEFORE):
         if first <= sent:
@@ -220,21 +240,27 @@ def _line_end(buffer: bytearray, offset: int, filled: int) -> int:
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 _PROCESS = re.compile(r"\(([A-Za-z]\w*?)(?:_(DP\d+))?(?:_TP\d+)? pid=(\d+)\)")
 _COMPOSE = re.compile(r"^([\w.-]+)\s*\|\s")
-_PORT = re.compile(r"(?:^|\| )\[(\d{3,5})\] (?=\s|\d+\.\d\d\.|slot|srv|draft|prompt|statistics|eval|total)")
+_PORT = re.compile(
+    r"(?:^|\| )\[(\d{3,5})\] (?=\s|\d+\.\d\d\.|slot|srv|draft|prompt|statistics|eval|total)"
+)
 _TIME = re.compile(
-    r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?)|\b(?:INFO|WARNING|ERROR|DEBUG) (\d\d-\d\d \d\d:\d\d:\d\d)|\b(\d{1,2}\.\d\d\.\d{3}\.\d{3}) [A-Z] "
+    r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?)|\b(?:INFO|WARNING|ERROR|DEBUG) (\d\d-\d\d"
+    r" \d\d:\d\d:\d\d)|\b(\d{1,2}\.\d\d\.\d{3}\.\d{3}) [A-Z] "
 )
 
 # The usual prefix of vLLM, of which a log may hold tens of thousands.
 _USUAL = re.compile(
-    r"(?:\(([A-Za-z][A-Za-z]*) pid=(\d+)\) )?(?:INFO|WARNING) (\d\d-\d\d \d\d:\d\d:\d\d) \[[\w.]+:\d+\] (?!\()"
+    r"(?:\(([A-Za-z][A-Za-z]*) pid=(\d+)\) )?(?:INFO|WARNING) (\d\d-\d\d \d\d:\d\d:\d\d)"
+    r" \[[\w.]+:\d+\] (?!\()"
 )
 _PREFIX = 160
 """Characters in which a prefix is looked for."""
 
 
 def clean(raw: bytes) -> Line:
-    """The line without colours and wrappers, with the process, engine and time that its prefix names."""
+    """The line without colours and wrappers, with the process, engine and time that its prefix
+    names.
+    """
     text = raw.decode("utf-8", "replace")
     usual = _USUAL.match(text)
     if usual and "\x1b" not in text:
@@ -254,7 +280,11 @@ def clean(raw: bytes) -> Line:
     return Line(
         text=text,
         process="/".join(
-            [container, *(f"{name}{dp}:{pid}" for name, dp, pid in processes[:1]), *([port[1]] if port else [])]
+            [
+                container,
+                *(f"{name}{dp}:{pid}" for name, dp, pid in processes[:1]),
+                *([port[1]] if port else []),
+            ]
         ),
         replica=f"{container}/{replica}" if container and replica else replica or container or None,
         time=next((t for t in time.groups() if t), None) if time else None,
@@ -262,12 +292,23 @@ def clean(raw: bytes) -> Line:
     )
 
 
-_HEADS = ("SpecDecoding metrics:", "Speculative metrics:", "Decode batch", "draft acceptance", "DFlash Stats:")
-_BETWEEN = re.compile(r"\r|['\"], ['\"]|(?=\((?:APIServer|EngineCore)\w* pid=\d+\) )|(?=\b(?:INFO|WARNING) \d\d-\d\d )")
+_HEADS = (
+    "SpecDecoding metrics:",
+    "Speculative metrics:",
+    "Decode batch",
+    "draft acceptance",
+    "DFlash Stats:",
+)
+_BETWEEN = re.compile(
+    r"\r|['\"], ['\"]|(?=\((?:APIServer|EngineCore)\w* pid=\d+\) )|(?=\b(?:INFO|WARNING)"
+    r" \d\d-\d\d )"
+)
 
 
 def records(text: str) -> list[str]:
-    """The log lines in a line: one as a rule, several where a log was escaped, or its lines were printed as a list."""
+    """The log lines in a line: one as a rule, several where a log was escaped, or its lines were
+    printed as a list.
+    """
     head = next((head for head in _HEADS if text.count(head) > 1), None)
     if head is None:
         return [text]
@@ -284,7 +325,9 @@ def records(text: str) -> list[str]:
 
 
 def unwrapped(text: str) -> list[str]:
-    """Other readings of `text`: lines joined that a terminal broke at its width or between words, and rows of tables named."""
+    """Other readings of `text`: lines joined that a terminal broke at its width or between words,
+    and rows of tables named.
+    """
     rows = text.splitlines()
     width = max(map(len, rows), default=0)
     full = sum(len(row) == width for row in rows)
@@ -292,18 +335,28 @@ def unwrapped(text: str) -> list[str]:
     if 40 <= width <= 400 and full >= 1 and len(rows) > 1:
         joined.append("".join(row if len(row) == width else row + "\n" for row in rows))
     if 40 <= width <= 400 and len(rows) > 1:
-        starts = re.compile(r"\s*(?:\(\w+ pid=|INFO|WARNING|ERROR|\[?\d{4}-\d\d|\d+\.\d\d\.\d{3}|[\w.-]+\s+\||slot |$)")
+        starts = re.compile(
+            r"\s*(?:\(\w+"
+            r" pid=|INFO|WARNING|ERROR|\[?\d{4}-\d\d|\d+\.\d\d\.\d{3}|[\w.-]+\s+\||slot |$)"
+        )
         joined.append("".join(("\n" if starts.match(row) else " ") + row.strip() for row in rows))
     if named := _named_rows(rows):
         joined.append("\n".join(named))
     return joined
 
 
-_CELLS = (re.compile(r"\s*[|│]\s*"), re.compile(r"\s*\t\s*"), re.compile(r"\s*[,;]\s*"), re.compile(r"\s{2,}"))
+_CELLS = (
+    re.compile(r"\s*[|│]\s*"),
+    re.compile(r"\s*\t\s*"),
+    re.compile(r"\s*[,;]\s*"),
+    re.compile(r"\s{2,}"),
+)
 
 
 def _named_rows(rows: Sequence[str]) -> list[str]:
-    """The rows of tables with a column of what was accepted, each as `column=figure` of all its columns."""
+    """The rows of tables with a column of what was accepted, each as `column=figure` of all its
+    columns.
+    """
     found: list[str] = []
     head: list[str] = []
     cut = _CELLS[0]
@@ -316,24 +369,36 @@ def _named_rows(rows: Sequence[str]) -> list[str]:
         cells = cut.split(row.strip(" |│")) if head else []
         if len(cells) == len(head) > 2 and any(re.match(r"\d", cell) for cell in cells):
             found.append(
-                " ".join(f"{name}={cell}" for name, cell in zip(head, cells, strict=True) if re.match(r"\d", cell))
+                " ".join(
+                    f"{name}={cell}"
+                    for name, cell in zip(head, cells, strict=True)
+                    if re.match(r"\d", cell)
+                )
             )
     return found
 
 
 def embedded_json(text: str) -> Any:
-    """The JSON value that makes up a line (a server-sent event's `data:` included); None if there is none."""
+    """The JSON value that makes up a line (a server-sent event's `data:` included); None if there
+    is none.
+    """
     stripped = text.strip()
     if stripped.startswith("data:"):
         stripped = stripped[5:].strip()
     # Anything else cannot carry counts; parsing every brace in a log would be slow.
-    if not stripped.startswith("{") or "accept" not in stripped.lower() or not stripped.endswith("}"):
+    if (
+        not stripped.startswith("{")
+        or "accept" not in stripped.lower()
+        or not stripped.endswith("}")
+    ):
         return None
     return parsed_json(stripped)
 
 
 def parsed_json(text: str | bytes) -> Any:
-    """The JSON value that `text` is; None for anything else, nonsense of any depth or length included."""
+    """The JSON value that `text` is; None for anything else, nonsense of any depth or length
+    included.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -343,7 +408,11 @@ def parsed_json(text: str | bytes) -> Any:
 def _docker_json(text: str) -> str:
     """The message in a line of Docker's json-file driver."""
     entry = parsed_json(text)
-    return entry["log"].rstrip("\n") if isinstance(entry, dict) and isinstance(entry.get("log"), str) else text
+    return (
+        entry["log"].rstrip("\n")
+        if isinstance(entry, dict) and isinstance(entry.get("log"), str)
+        else text
+    )
 
 
 _SAMPLE = re.compile(
@@ -352,7 +421,9 @@ _SAMPLE = re.compile(
 )
 _LABEL = re.compile(r'([a-zA-Z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"')
 _SIGN = re.compile(
-    r"^(?:# (?:TYPE|HELP) \S+|(?:vllm|sglang|llamacpp|trtllm)[:_]\w+(?:\{.*?\})?\s*[|]?\s*[-+\d.naif]+)", re.M
+    r"^(?:# (?:TYPE|HELP)"
+    r" \S+|(?:vllm|sglang|llamacpp|trtllm)[:_]\w+(?:\{.*?\})?\s*[|]?\s*[-+\d.naif]+)",
+    re.M,
 )
 
 
@@ -362,7 +433,9 @@ def looks_like_metrics(text: str) -> bool:
 
 
 def pages(samples: list[Sample]) -> Iterator[list[Sample]]:
-    """The pages in a text: where a series comes again, another page (a later scrape of the same server) has begun."""
+    """The pages in a text: where a series comes again, another page (a later scrape of the same
+    server) has begun.
+    """
     page: list[Sample] = []
     seen: set[tuple[str, frozenset[tuple[str, str]]]] = set()
     for sample in samples:
@@ -376,7 +449,9 @@ def pages(samples: list[Sample]) -> Iterator[list[Sample]]:
 
 
 def parse_samples(text: str) -> list[Sample]:
-    """All samples of a page with a numeric value. Creation times (`_created`) are not samples of anything."""
+    """All samples of a page with a numeric value. Creation times (`_created`) are not samples of
+    anything.
+    """
     samples = []
     for line in text.splitlines():
         match = _SAMPLE.match(line)
@@ -391,7 +466,9 @@ def parse_samples(text: str) -> list[Sample]:
 
 
 def json_samples(value: Any) -> list[Sample]:
-    """Samples in JSON, in time order: the answer of a Prometheus query, or OTLP's `resourceMetrics`."""
+    """Samples in JSON, in time order: the answer of a Prometheus query, or OTLP's
+    `resourceMetrics`.
+    """
     found: list[tuple[float, Sample]] = []
     data = value.get("data") if isinstance(value, dict) else None
     for row in _dicts(data.get("result") if isinstance(data, dict) else None):

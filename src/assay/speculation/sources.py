@@ -1,4 +1,6 @@
-"""Open whatever a user points at as one stream of UTF-8 bytes: plain, compressed, UTF-16, standard input."""
+"""Open whatever a user points at as one stream of UTF-8 bytes: plain, compressed, UTF-16, standard
+input.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ HEAD = 4 << 20
 """Bytes kept from the start of a source; start-up messages are looked for in them."""
 MOST_NULLS = 4 << 30
 """NULs at the start that are passed over."""
-_MAGIC: tuple[tuple[bytes, str], ...] = ((b"\x1f\x8b", "gzip"), (b"BZh", "bz2"), (b"\xfd7zXZ\x00", "xz"))
+_MAGIC: tuple[tuple[bytes, str], ...] = (
+    (b"\x1f\x8b", "gzip"),
+    (b"BZh", "bz2"),
+    (b"\xfd7zXZ\x00", "xz"),
+)
 _UNREADABLE = ((b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "zip"), (b"\x04\x22\x4d\x18", "lz4"))
 _HOST_PORT = re.compile(r"^[\w.-]+:\d{2,5}(?:/|$)")
 _ROTATED = re.compile(r"^(.*?)(?:[.-](\d{1,4}))?(\.(?:gz|bz2|xz))?$")
@@ -112,7 +118,9 @@ def open_source(name: str) -> Source:
         path = Path(name)
         if path.is_dir():
             raise AssayError(
-                f"{name} is a directory", finding_id="speculation.source_unreadable", remedy="name the log files in it"
+                f"{name} is a directory",
+                finding_id="speculation.source_unreadable",
+                remedy="name the log files in it",
             )
         try:
             stream = path.open("rb")
@@ -134,7 +142,9 @@ def open_source(name: str) -> Source:
 
 
 def in_time_order(names: Sequence[str]) -> list[str]:
-    """`names` with the parts of one rotated log oldest first (`server.log.2.gz`, `server.log.1`, `server.log`)."""
+    """`names` with the parts of one rotated log oldest first (`server.log.2.gz`, `server.log.1`,
+    `server.log`).
+    """
     bases: dict[str, list[tuple[int, str]]] = {}
     for name in names:
         match = _ROTATED.match(name)
@@ -170,13 +180,19 @@ class _Recoded:
             if not self._begun:
                 self._begun = True
                 encoding = _utf16(part[:4096])
-                self._decoder = codecs.getincrementaldecoder(encoding)(errors="replace") if encoding else None
+                self._decoder = (
+                    codecs.getincrementaldecoder(encoding)(errors="replace") if encoding else None
+                )
             if self._decoder is None:
                 return part
             text = self._decoder.decode(part).lstrip("\ufeff")
             if text:
                 return text.encode("utf-8", "replace")
-        return self._decoder.decode(b"", final=True).encode("utf-8", "replace") if self._decoder else b""
+        return (
+            self._decoder.decode(b"", final=True).encode("utf-8", "replace")
+            if self._decoder
+            else b""
+        )
 
     def readinto(self, buffer: memoryview, /) -> int:
         """Fill the start of `buffer`: straight from the file, unless it has to be decoded."""
@@ -209,7 +225,8 @@ def _refuse_unreadable(name: str, head: bytes) -> None:
         )
     sample = re.sub(rb"\0{16,}", b"", head[:65536])
     control = sum(sample.count(bytes([c])) for c in range(32) if c not in (9, 10, 12, 13, 27, 8))
-    # U+FFFD counts what a wrong encoding leaves behind; a multi-byte character cut by the slice is at most one.
+    # U+FFFD counts what a wrong encoding leaves behind; a multi-byte character cut by the slice is
+    # at most one.
     broken = sample.decode("utf-8", "replace").count("\ufffd")
     if control > 0.02 * len(sample) or broken > 0.1 * len(sample) + 1:
         raise _binary(name)
@@ -224,7 +241,11 @@ def _binary(name: str) -> AssayError:
 
 
 def _truncated(name: str, why: str) -> AssayError:
-    return AssayError(f"{name}: {why}", finding_id="speculation.source_truncated", remedy="copy the file again, whole")
+    return AssayError(
+        f"{name}: {why}",
+        finding_id="speculation.source_truncated",
+        remedy="copy the file again, whole",
+    )
 
 
 def _unreadable(name: str, error: OSError) -> AssayError:
@@ -232,7 +253,9 @@ def _unreadable(name: str, error: OSError) -> AssayError:
     return AssayError(
         f"cannot read {name}: {reason}",
         finding_id="speculation.source_unreadable",
-        remedy=f"a server is written http://{name}" if _HOST_PORT.match(name) else "check the path and the permissions",
+        remedy=f"a server is written http://{name}"
+        if _HOST_PORT.match(name)
+        else "check the path and the permissions",
     )
 
 
@@ -246,11 +269,16 @@ def grow(
     sleep: Callable[[float], None],
     clock: Callable[[], float],
 ) -> Iterator[list[bytes]]:
-    """Batches of new whole lines of a growing file, through rotation and truncation, or of standard input (`-`).
+    """Batches of new whole lines of a growing file, through rotation and truncation, or of standard
+    input (`-`).
 
     What the file already holds is given to `add`.
     """
-    return _standard_input(until, clock) if name == "-" else _growing(Path(name), add, until, sleep, clock)
+    return (
+        _standard_input(until, clock)
+        if name == "-"
+        else _growing(Path(name), add, until, sleep, clock)
+    )
 
 
 def _growing(
@@ -334,7 +362,9 @@ def _standard_input(until: float | None, clock: Callable[[], float]) -> Iterator
     """Lines of standard input in the batches in which they arrive."""
     rest = b""
     handle = sys.stdin.fileno()
-    while until is None or ((left := until - clock()) > 0 and select.select([handle], [], [], left)[0]):
+    while until is None or (
+        (left := until - clock()) > 0 and select.select([handle], [], [], left)[0]
+    ):
         part = os.read(handle, 1 << 16)
         if not part:
             if rest:

@@ -47,7 +47,11 @@ from assay.speculation.record import Evidence, Observation, combine
 from assay.speculation.sources import grow, in_time_order, open_source
 from assay.verdict import Band, Block, Chart, Finding, Metric, Point, Report, Series, Table, Verdict
 
-_VERDICTS = {Health.HEALTHY: Verdict.PASS, Health.DEGRADED: Verdict.FAIL, Health.BROKEN: Verdict.FAIL}
+_VERDICTS = {
+    Health.HEALTHY: Verdict.PASS,
+    Health.DEGRADED: Verdict.FAIL,
+    Health.BROKEN: Verdict.FAIL,
+}
 MAX_INTERVAL = 86_400.0
 """Longest time between two scrapes, in seconds."""
 ROUND_TRIP = 16
@@ -64,7 +68,9 @@ class SpecOptions(Options):
     VERB, AREA = "spec", "speculation"
 
     baseline: tuple[str, ...] = option(
-        (), "A source of the same kind to compare with, or a server for a real A/B run.", metavar="SOURCE"
+        (),
+        "A source of the same kind to compare with, or a server for a real A/B run.",
+        metavar="SOURCE",
     )
     follow: bool = option(False, "Keep reading a log as it grows.")
     seconds: float | None = option(None, "Stop following after this many seconds.", flag="for")
@@ -72,25 +78,41 @@ class SpecOptions(Options):
         None, "The checkpoint: its head is examined as `assay verify` does.", metavar="CHECKPOINT"
     )
     num_speculative_tokens: int | None = option(
-        None, "Number of speculative tokens that was asked for; the source is checked against it.", lo=1, hi=1000
+        None,
+        "Number of speculative tokens that was asked for; the source is checked against it.",
+        lo=1,
+        hi=1000,
     )
     temperature: float | None = option(
-        None, "Temperature of the traffic: a head is accepted less often where text is sampled.", lo=0, hi=100
+        None,
+        "Temperature of the traffic: a head is accepted less often where text is sampled.",
+        lo=0,
+        hi=100,
     )
     cost_ratio: float | None = option(
         None, "Cost of one draft token in target steps (default: measured, or 0.1).", lo=0, hi=100
     )
     predict: str | None = option(
         None,
-        "Result of `assay compare` (or a total variation): predict acceptance beside that changed target.",
+        "Result of `assay compare` (or a total variation): predict acceptance beside that changed"
+        " target.",
         metavar="FILE|TV",
     )
-    interval: float = option(10.0, "Seconds between the two scrapes.", lo=0, hi=MAX_INTERVAL, panel=SERVER)
-    requests: int = option(0, "Requests of our own to send between the scrapes.", lo=0, panel=SERVER)
-    api_key_env: str | None = option(None, "Environment variable with the API key.", metavar="NAME", panel=SERVER)
+    interval: float = option(
+        10.0, "Seconds between the two scrapes.", lo=0, hi=MAX_INTERVAL, panel=SERVER
+    )
+    requests: int = option(
+        0, "Requests of our own to send between the scrapes.", lo=0, panel=SERVER
+    )
+    api_key_env: str | None = option(
+        None, "Environment variable with the API key.", metavar="NAME", panel=SERVER
+    )
     timeout: float = option(120.0, "Seconds for each request.", panel=SERVER)
     lossless: str | None = option(
-        None, "The same model without speculation: is the text the same?", metavar="URL", panel=LOSSLESS
+        None,
+        "The same model without speculation: is the text the same?",
+        metavar="URL",
+        panel=LOSSLESS,
     )
     prompts: int = option(6, "Greedy prompts.", lo=1, panel=LOSSLESS)
     samples: int = option(48, "Sampled texts from each server.", lo=0, panel=LOSSLESS)
@@ -98,7 +120,9 @@ class SpecOptions(Options):
 
 @dataclass(frozen=True)
 class Examined:
-    """One run as it was read: its evidence, and what came with it. `race` is the speed against the baseline's."""
+    """One run as it was read: its evidence, and what came with it. `race` is the speed against the
+    baseline's.
+    """
 
     reading: Reading
     evidence: Evidence
@@ -108,7 +132,9 @@ class Examined:
 
     @property
     def speed(self) -> Measured | None:
-        """Generation throughput, tokens per second: of the speculative windows, or of a run without any."""
+        """Generation throughput, tokens per second: of the speculative windows, or of a run without
+        any.
+        """
         own = [w.generation_throughput for w in self.evidence.windows if w.generation_throughput]
         return median(own or self.reading.speeds)
 
@@ -149,14 +175,22 @@ def _validate(options: SpecOptions, sources: Sequence[str]) -> None:
         return UsageError(message, finding_id="speculation.usage", remedy=remedy)
 
     if [*sources, *options.baseline].count("-") > 1:
-        raise refuse("standard input can be read once only, and it is named twice", "write one of them to a file")
+        raise refuse(
+            "standard input can be read once only, and it is named twice",
+            "write one of them to a file",
+        )
     for group in (sources, options.baseline):
         if len(group) > 1 and any(map(is_url, group)):
             raise refuse("a running server is examined by itself", "give one URL, or only files")
     if options.lossless and len(urls) != 1:
-        raise refuse("--lossless compares two running servers", "assay spec URL --lossless OTHER_URL")
+        raise refuse(
+            "--lossless compares two running servers", "assay spec URL --lossless OTHER_URL"
+        )
     if options.requests and not urls:
-        raise refuse("--requests are sent to a running server, and none is given", "assay spec URL --requests N")
+        raise refuse(
+            "--requests are sent to a running server, and none is given",
+            "assay spec URL --requests N",
+        )
     if options.seconds is not None and not (options.follow and 0 < options.seconds < math.inf):
         raise refuse("--for takes the seconds that --follow lasts")
     if options.follow and (len(sources) != 1 or options.baseline or options.lossless):
@@ -180,7 +214,9 @@ def _read(sources: Sequence[str], options: SpecOptions) -> Examined:
 
     rival = next(filter(is_url, options.baseline), None)
     requests = options.requests or (ROUND_TRIP if rival else 0)
-    live = watch(sources[0], options.interval, requests, rival, options.api_key_env, options.timeout)
+    live = watch(
+        sources[0], options.interval, requests, rival, options.api_key_env, options.timeout
+    )
     return Examined(live.reading, live.evidence, live.findings, {"live": live.to_json()}, live.race)
 
 
@@ -192,16 +228,23 @@ def follow(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Report:
-    """Read `name` (a file, or `-`) as it grows, until interrupted, until its end (`-`), or for `seconds`."""
+    """Read `name` (a file, or `-`) as it grows, until interrupted, until its end (`-`), or for
+    `seconds`.
+    """
     if is_url(name):
-        raise UsageError("--follow reads a log; a server is watched with --interval", finding_id="speculation.usage")
+        raise UsageError(
+            "--follow reads a log; a server is watched with --interval",
+            finding_id="speculation.usage",
+        )
     tell = say or (lambda text: print(text, file=sys.stderr, flush=True))
     reading, share = Reading(), sampled_share(options.temperature)
     interrupted = False
     health, told = None, -math.inf
     try:
         # What a file already holds is read first, at full speed.
-        for batch in grow(name, reading.add, None if seconds is None else clock() + seconds, sleep, clock):
+        for batch in grow(
+            name, reading.add, None if seconds is None else clock() + seconds, sleep, clock
+        ):
             fresh = [o for raw in batch for o in reading.line(raw)]
             if not fresh:
                 continue
@@ -219,20 +262,30 @@ def follow(
     return replace(judge_run(run, [name], options), interrupted=interrupted)
 
 
-def judge_run(run: Examined, names: Sequence[str], options: SpecOptions, base: Examined | None = None) -> Report:
+def judge_run(
+    run: Examined, names: Sequence[str], options: SpecOptions, base: Examined | None = None
+) -> Report:
     """The report of a run that was read, against a baseline where there is one."""
     clues, unread = run.reading.clues, run.reading.unread
     lines = sum(n for _, n in unread.values())
     share = sampled_share(options.temperature)
-    assessment = with_words(assess(run.evidence, share), run.evidence.record, {c.id for c in clues}, lines)
+    assessment = with_words(
+        assess(run.evidence, share), run.evidence.record, {c.id for c in clues}, lines
+    )
     head_file = examine_head(options.model, clues) if options.model else None
     if head_file and not assessment.health.bad:
         head_file = head_file.softened()
     judged = Judged(
-        run.evidence, assessment, clues, _benefit(run, assessment, base, options), _compare(run, assessment, base),
-        head_file.findings if head_file else (), list(unread.values()), options.num_speculative_tokens,
+        run.evidence,
+        assessment,
+        clues,
+        _benefit(run, assessment, base, options),
+        _compare(run, assessment, base),
+        head_file.findings if head_file else (),
+        list(unread.values()),
+        options.num_speculative_tokens,
         options.temperature,
-    )  # fmt: skip
+    )
     positions = [rate.value for rate in assessment.positions]
     if options.predict is not None and not positions:
         raise UsageError(
@@ -240,22 +293,33 @@ def judge_run(run: Examined, names: Sequence[str], options: SpecOptions, base: E
             finding_id="speculation.usage",
             remedy="give vLLM's log or /metrics of the target that the head was trained on",
         )
-    prediction = predict(positions, read_change(options.predict)) if options.predict is not None else None
+    prediction = (
+        predict(positions, read_change(options.predict)) if options.predict is not None else None
+    )
     verdict = _VERDICTS.get(assessment.health, Verdict.INCONCLUSIVE)
     if run.results.get("live", {}).get("counters_reset") and verdict is Verdict.PASS:
         verdict = Verdict.INCONCLUSIVE
     return Report(
         command="spec",
         verdict=verdict,
-        subject={"sources": list(names), "kinds": run.reading.kinds, "engine": run.evidence.record.engine},
+        subject={
+            "sources": list(names),
+            "kinds": run.reading.kinds,
+            "engine": run.evidence.record.engine,
+        },
         findings=[*findings(judged), *(doubts(prediction) if prediction else ()), *run.extra],
         results={**_results(judged, head_file, prediction), **run.results},
         headline=_headline(judged),
-        blocks=[*([prediction_table(prediction, positions)] if prediction else ()), *_blocks(judged)],
+        blocks=[
+            *([prediction_table(prediction, positions)] if prediction else ()),
+            *_blocks(judged),
+        ],
     )
 
 
-def _benefit(run: Examined, assessment: Assessment, base: Examined | None, options: SpecOptions) -> Benefit | None:
+def _benefit(
+    run: Examined, assessment: Assessment, base: Examined | None, options: SpecOptions
+) -> Benefit | None:
     record, lifetime = run.evidence.record, run.evidence.lifetime
     depth, length = record.num_speculative_tokens, record.overall or record.tokens_per_step
     multiplier = run.race
@@ -277,10 +341,14 @@ def _compare(run: Examined, assessment: Assessment, base: Examined | None) -> Co
     if base is None:
         return None
     speeds = (run.speed.value, base.speed.value) if run.speed and base.speed else None
-    return compare(assessment, assess(base.evidence), run.evidence.record, base.evidence.record, speeds)
+    return compare(
+        assessment, assess(base.evidence), run.evidence.record, base.evidence.record, speeds
+    )
 
 
-def _results(judged: Judged, head_file: HeadFile | None, prediction: Prediction | None) -> dict[str, Any]:
+def _results(
+    judged: Judged, head_file: HeadFile | None, prediction: Prediction | None
+) -> dict[str, Any]:
     a, record = judged.assessment, judged.record
     results: dict[str, Any] = {
         "health": a.health.value,
@@ -312,15 +380,24 @@ def _results(judged: Judged, head_file: HeadFile | None, prediction: Prediction 
 
 
 def _counts(record: dict[str, Any]) -> dict[str, Any]:
-    names = ("accepted", "drafted", "drafts", "acceptance_rate", "mean_acceptance_length", "per_position")
+    names = (
+        "accepted",
+        "drafted",
+        "drafts",
+        "acceptance_rate",
+        "mean_acceptance_length",
+        "per_position",
+    )
     return {name: record[name] for name in names}
 
 
-# -----------------------------------------------------------------------------
-# Figures, tables and pictures of a judged source, for `report/` to draw; the table that decides comes first.
+# Figures, tables and pictures of a judged source, for `report/` to draw; the table that decides
+# comes first.
 
 PROSE = Band("usual for prose", 0.4, 0.7)
-"""The band of acceptance that the field quotes, as context (dense code: 0.2 to 0.5); nothing is judged by it."""
+"""The band of acceptance that the field quotes, as context (dense code: 0.2 to 0.5); nothing is
+judged by it.
+"""
 _POINTS = 120
 _ENGINES = 6
 
@@ -333,7 +410,11 @@ def _headline(judged: Judged) -> list[Metric]:
         note = "of all draft tokens; prose 40–70 %, code 20–50 %"
         metrics.append(Metric("acceptance", a.pooled.percent(), note=note))
     elif record.acceptance_rate is not None:
-        metrics.append(Metric("acceptance", f"{100 * record.acceptance_rate:.1f} %", note="printed, no interval"))
+        metrics.append(
+            Metric(
+                "acceptance", f"{100 * record.acceptance_rate:.1f} %", note="printed, no interval"
+            )
+        )
     if record.tokens_per_step is not None:
         metrics.append(_tokens_per_step(judged, record.tokens_per_step))
     if b is not None and a.judged:
@@ -369,7 +450,11 @@ def _tokens_per_step(judged: Judged, length: float) -> Metric:
 
 def _multiplier(b: Benefit) -> list[Metric]:
     if b.measured_multiplier is not None:
-        return [Metric("net multiplier", str(b.measured_multiplier), note="measured against the baseline")]
+        return [
+            Metric(
+                "net multiplier", str(b.measured_multiplier), note="measured against the baseline"
+            )
+        ]
     if b.multiplier is None:
         return []
     span = "" if b.interval is None else f" [{b.interval[0]:.2f}, {b.interval[1]:.2f}]"
@@ -381,7 +466,9 @@ def _positions(judged: Judged) -> Table | None:
     a = judged.assessment
     rows = []
     before: int | None = None
-    for i, ((accepted, drafts), rate) in enumerate(zip(judged.record.positions or (), a.positions, strict=False)):
+    for i, ((accepted, drafts), rate) in enumerate(
+        zip(judged.record.positions or (), a.positions, strict=False)
+    ):
         given = "" if not before else f"{100 * min(1.0, accepted / before):.1f} %"
         rows.append((str(i), f"{accepted:,}", f"{drafts:,}", rate.percent(), given))
         before = accepted
@@ -394,7 +481,11 @@ def _position_chart(judged: Judged) -> Chart | None:
     rates = judged.assessment.positions
     points = [Point(f"position {i}", r.value, r.lo, r.hi) for i, r in enumerate(rates)]
     series = [Series("acceptance", points)]
-    return Chart("Acceptance per draft position", "bar", series, "", "rate") if len(rates) > 1 else None
+    return (
+        Chart("Acceptance per draft position", "bar", series, "", "rate")
+        if len(rates) > 1
+        else None
+    )
 
 
 def _over_time(judged: Judged) -> Chart | None:
@@ -402,7 +493,9 @@ def _over_time(judged: Judged) -> Chart | None:
     counted = [w for w in judged.evidence.windows if w.drafted and w.accepted is not None]
     engines = list(dict.fromkeys(w.replica for w in counted))
     if 1 < len(engines) <= _ENGINES:
-        series = [_series(f"engine {e}", [w for w in counted if w.replica == e], _pooled) for e in engines]
+        series = [
+            _series(f"engine {e}", [w for w in counted if w.replica == e], _pooled) for e in engines
+        ]
     else:
         series = [_series("all draft tokens", counted, _pooled)]
         if all(w.accepted_per_position and w.drafts for w in counted):
@@ -414,7 +507,9 @@ def _over_time(judged: Judged) -> Chart | None:
     return Chart("Acceptance over time", "line", series, "window", "rate", [PROSE], note=note)
 
 
-def _series(name: str, windows: Sequence[Observation], rate: Callable[[Sequence[Observation]], Rate]) -> Series:
+def _series(
+    name: str, windows: Sequence[Observation], rate: Callable[[Sequence[Observation]], Rate]
+) -> Series:
     """The rate in each window; long runs are summed into at most 120 points."""
     size = max(1, -(-len(windows) // _POINTS))
     points = []
@@ -429,7 +524,9 @@ def _pooled(group: Sequence[Observation]) -> Rate:
 
 
 def _first(group: Sequence[Observation]) -> Rate:
-    return proportion(sum((w.accepted_per_position or (0,))[0] for w in group), sum(w.drafts or 0 for w in group))
+    return proportion(
+        sum((w.accepted_per_position or (0,))[0] for w in group), sum(w.drafts or 0 for w in group)
+    )
 
 
 def _multiplier_chart(b: Benefit) -> Chart:
@@ -479,11 +576,18 @@ def _baseline(judged: Judged) -> Table | None:
         rows.append(("all draft tokens", _points(c.acceptance)))
     rows += [(f"position {i}", _points(d)) for i, d in enumerate(c.per_position)]
     if c.tokens_per_step is not None:
-        rows.append(("tokens per step", f"{c.tokens_per_step[0]:.2f} against {c.tokens_per_step[1]:.2f}"))
+        rows.append(
+            ("tokens per step", f"{c.tokens_per_step[0]:.2f} against {c.tokens_per_step[1]:.2f}")
+        )
     if c.speeds is not None:
         rows.append(("tokens per second", f"{c.speeds[0]:.1f} against {c.speeds[1]:.1f}"))
-    return Table("Against the baseline", ("", "difference [95 %]"), rows, frozenset({1}), note=c.reading)
+    return Table(
+        "Against the baseline", ("", "difference [95 %]"), rows, frozenset({1}), note=c.reading
+    )
 
 
 def _points(difference: Rate) -> str:
-    return f"{100 * difference.value:+.1f} points [{100 * difference.lo:+.1f}, {100 * difference.hi:+.1f}]"
+    return (
+        f"{100 * difference.value:+.1f} points [{100 * difference.lo:+.1f},"
+        f" {100 * difference.hi:+.1f}]"
+    )

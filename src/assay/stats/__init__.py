@@ -1,5 +1,6 @@
-"""Intervals and errors that the verdicts rest on: here an estimate with the interval around it, and means and ratios whose errors
-come from clusters, such as windows of text; `equivalence` has the tests against a margin.
+"""Intervals and errors that the verdicts rest on: here an estimate with the interval around it, and
+means and ratios whose errors come from clusters, such as windows of text; `equivalence` has the
+tests against a margin.
 """
 
 from __future__ import annotations
@@ -57,18 +58,19 @@ def _expm1(x: float) -> float:
         return math.inf
 
 
-# -----------------------------------------------------------------------------
 # Intervals for proportions.
 #
-# Wilson, J. Am. Stat. Assoc. 22 (1927) 209; Newcombe, Stat. Med. 17 (1998) 873, method 10, for the difference of two;
-# Clopper and Pearson, Biometrika 26 (1934) 404, where coverage must never fall below the nominal one.
+# Wilson, J. Am. Stat. Assoc. 22 (1927) 209; Newcombe, Stat. Med. 17 (1998) 873, method 10, for the
+# difference of two; Clopper and Pearson, Biometrika 26 (1934) 404, where coverage must never fall
+# below the nominal one.
 
 
 def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
     """Score interval of a proportion, `successes` out of `n`.
 
-    Centre (p + z²/2n) / (1 + z²/n), half-width z √(p(1−p)/n + z²/4n²) / (1 + z²/n). With n = 0 nothing is known: the
-    interval is [0, 1] and the value is NaN. Effective counts (n divided by a design effect) need not be whole.
+    Centre (p + z²/2n) / (1 + z²/n), half-width z √(p(1−p)/n + z²/4n²) / (1 + z²/n). With n = 0
+    nothing is known: the interval is [0, 1] and the value is NaN. Effective counts (n divided by a
+    design effect) need not be whole.
     """
     _check_counts(successes, n)
     z = NormalDist().inv_cdf(0.5 + check_confidence(confidence) / 2)
@@ -84,8 +86,12 @@ def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
     return Interval(p, lo, hi)
 
 
-def newcombe(successes_a: float, n_a: float, successes_b: float, n_b: float, confidence: float = 0.95) -> Interval:
-    """Interval of p_a − p_b for two independent proportions (Newcombe's hybrid of two Wilson intervals)."""
+def newcombe(
+    successes_a: float, n_a: float, successes_b: float, n_b: float, confidence: float = 0.95
+) -> Interval:
+    """Interval of p_a − p_b for two independent proportions (Newcombe's hybrid of two Wilson
+    intervals).
+    """
     a, b = wilson(successes_a, n_a, confidence), wilson(successes_b, n_b, confidence)
     if n_a == 0 or n_b == 0:
         return Interval(math.nan, -1.0, 1.0)
@@ -100,24 +106,25 @@ def _check_counts(successes: float, n: float) -> None:
         raise ValueError(f"{successes} successes out of {n} is not possible")
 
 
-# -----------------------------------------------------------------------------
 # Means and ratios whose errors come from clusters, such as the windows that tokens were scored in.
 #
-# Tokens of one window are not independent; its sum is. The estimate is a ratio of sums R = Σ y_g / Σ w_g over clusters
-# g, and its variance the CR1 sandwich of that ratio (Cameron and Miller, J. Human Resources 50 (2015) 317):
+# Tokens of one window are not independent; its sum is. The estimate is a ratio of sums R = Σ y_g /
+# Σ w_g over clusters g, and its variance the CR1 sandwich of that ratio (Cameron and Miller, J.
+# Human Resources 50 (2015) 317):
 #
 #     Var(R) = G / (G − 1) · Σ (y_g − R w_g)² / (Σ w_g)²,
 #
-# with intervals from Student's t with G − 1 degrees of freedom. With w_g the number of tokens this is what an ordinary
-# regression on a constant gives with errors clustered by window.
+# with intervals from Student's t with G − 1 degrees of freedom. With w_g the number of tokens this
+# is what an ordinary regression on a constant gives with errors clustered by window.
 
 
 @dataclass(frozen=True)
 class ClusterEstimate:
     """A ratio of sums with its cluster-robust error.
 
-    With a single cluster nothing is known about the error: `se` is NaN and the interval is infinite. `design_effect`
-    is the variance divided by the one that independent observations would have, NaN where that cannot be told.
+    With a single cluster nothing is known about the error: `se` is NaN and the interval is
+    infinite. `design_effect` is the variance divided by the one that independent observations would
+    have, NaN where that cannot be told.
     """
 
     value: float
@@ -135,13 +142,17 @@ class ClusterEstimate:
 
 
 def student_t(df: float, confidence: float) -> float:
-    """The two-sided critical value of Student's t: P(|T| ≤ t) = `confidence` with `df` degrees of freedom."""
+    """The two-sided critical value of Student's t: P(|T| ≤ t) = `confidence` with `df` degrees of
+    freedom.
+    """
     from scipy.special import stdtrit
 
     return float(stdtrit(df, 0.5 + check_confidence(confidence) / 2))
 
 
-def cluster_ratio(numerators: ArrayLike, denominators: ArrayLike, confidence: float = 0.95) -> ClusterEstimate:
+def cluster_ratio(
+    numerators: ArrayLike, denominators: ArrayLike, confidence: float = 0.95
+) -> ClusterEstimate:
     """Σ numerators / Σ denominators, one entry of each for a cluster.
 
     Clusters with the denominator 0 are left out; the others must be positive.
@@ -168,7 +179,9 @@ def cluster_ratio(numerators: ArrayLike, denominators: ArrayLike, confidence: fl
 
 
 def not_negative(estimate: ClusterEstimate) -> ClusterEstimate:
-    """The estimate of what cannot be negative: an interval that would reach below 0 has its lower end on the log scale."""
+    """The estimate of what cannot be negative: an interval that would reach below 0 has its lower
+    end on the log scale.
+    """
     own = estimate.interval
     lower = max(own.lo, 0.0)
     if own.lo < 0 < own.value and math.isfinite(own.hi):
@@ -190,10 +203,11 @@ def cluster_mean(groups: Sequence[ArrayLike], confidence: float = 0.95) -> Clust
         return estimate
     independent = float(values.var(ddof=1)) / values.size
     effect = estimate.se**2 / independent if independent > 0 else math.nan
-    return ClusterEstimate(estimate.value, estimate.se, estimate.interval, estimate.clusters, estimate.n, effect)
+    return ClusterEstimate(
+        estimate.value, estimate.se, estimate.interval, estimate.clusters, estimate.n, effect
+    )
 
 
-# -----------------------------------------------------------------------------
 # Mean of independent values with Student's t interval (two-sided 95 % by default).
 
 
@@ -213,22 +227,28 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
     return Interval(value=mean, lo=mean - half, hi=mean + half)
 
 
-# -----------------------------------------------------------------------------
 # A proportion whose trials come in clusters, such as top-1 agreement by window.
 
 
-def cluster_proportion(successes: ArrayLike, trials: ArrayLike, confidence: float = 0.95) -> ClusterEstimate:
+def cluster_proportion(
+    successes: ArrayLike, trials: ArrayLike, confidence: float = 0.95
+) -> ClusterEstimate:
     """Σ successes / Σ trials with its CR1 interval, kept inside [0, 1].
 
-    Where every trial or none succeeded the clusters show no spread and CR1 would claim certainty; the far bound is
-    then that of Wilson's interval (about z²/n off), and the design effect is 1 for want of anything better.
+    Where every trial or none succeeded the clusters show no spread and CR1 would claim certainty;
+    the far bound is then that of Wilson's interval (about z²/n off), and the design effect is 1 for
+    want of anything better.
     """
     estimate = cluster_ratio(successes, trials, confidence)
     interval = estimate.interval
     if estimate.value in (0.0, 1.0):
         score = wilson(float(np.sum(successes)), estimate.n, confidence)
         lo, hi = min(interval.lo, score.lo), max(interval.hi, score.hi)
-        return replace(estimate, interval=Interval(estimate.value, max(0.0, lo), min(1.0, hi)), design_effect=1.0)
+        return replace(
+            estimate,
+            interval=Interval(estimate.value, max(0.0, lo), min(1.0, hi)),
+            design_effect=1.0,
+        )
     p = estimate.value
     independent = p * (1 - p) / estimate.n
     return replace(
@@ -238,21 +258,25 @@ def cluster_proportion(successes: ArrayLike, trials: ArrayLike, confidence: floa
     )
 
 
-# -----------------------------------------------------------------------------
-# Bootstrap by cluster: whole windows are drawn with replacement, so what correlates within one stays together.
+# Bootstrap by cluster: whole windows are drawn with replacement, so what correlates within one
+# stays together.
 #
-# A draw is a vector of counts c_g ~ Multinomial(G; 1/G, …, 1/G). Everything below is a function of the counts, so
-# both sides of a paired comparison are resampled by the same windows. Intervals are percentiles of the draws (Efron
-# and Tibshirani, An Introduction to the Bootstrap (1993), ch. 13). The seed determines the draws.
+# A draw is a vector of counts c_g ~ Multinomial(G; 1/G, …, 1/G). Everything below is a function of
+# the counts, so both sides of a paired comparison are resampled by the same windows. Intervals are
+# percentiles of the draws (Efron and Tibshirani, An Introduction to the Bootstrap (1993), ch. 13).
+# The seed determines the draws.
 
 
 _BLOCK = 1 << 21
-"""Numbers worked on at once: bounds the memory at some tens of MB whatever the number of clusters."""
+"""Numbers worked on at once: bounds the memory at some tens of MB whatever the number of clusters.
+"""
 
 
 @dataclass(frozen=True)
 class Resampling:
-    """How often and from which seed clusters are drawn; part of the result, so that it can be had again."""
+    """How often and from which seed clusters are drawn; part of the result, so that it can be had
+    again.
+    """
 
     draws: int = 10_000
     seed: int = 0
@@ -282,8 +306,9 @@ def bootstrap_quantiles(
 ) -> list[Interval]:
     """Quantiles of all observations, given as one list for each cluster, with percentile intervals.
 
-    The quantile of p is the smallest observation that at least the share p does not exceed (the inverse of the
-    distribution function, no interpolation), exact in every draw. +∞ is an ordinary value; NaN is a ValueError.
+    The quantile of p is the smallest observation that at least the share p does not exceed (the
+    inverse of the distribution function, no interpolation), exact in every draw. +∞ is an ordinary
+    value; NaN is a ValueError.
     """
     check_confidence(confidence)
     arrays = [np.asarray(group, dtype=np.float64).ravel() for group in groups]
@@ -306,15 +331,18 @@ def bootstrap_quantiles(
     result = []
     for i, p in enumerate(probabilities):
         point = float(ranked[_target(np.float64(values.size), p) - 1])
-        result.append(_percentiles(point, np.concatenate([block[i] for block in drawn]), confidence))
+        result.append(
+            _percentiles(point, np.concatenate([block[i] for block in drawn]), confidence)
+        )
     return result
 
 
 class _RankedClusters:
-    """Weighted ranks among n sorted observations, where the weight of one is the count of its cluster.
+    """Weighted ranks among n sorted observations, where the weight of one is the count of its
+    cluster.
 
-    The cumulated weight is known at every `step`-th rank by one matrix product; only the block that holds the wanted
-    rank is added up one by one: O(G √n) a draw in place of O(n).
+    The cumulated weight is known at every `step`-th rank by one matrix product; only the block that
+    holds the wanted rank is added up one by one: O(G √n) a draw in place of O(n).
     """
 
     def __init__(self, cluster: NDArray[np.int64], clusters: int) -> None:
@@ -332,7 +360,9 @@ class _RankedClusters:
     def at(self, counts: NDArray[np.float64], p: float) -> NDArray[np.int64]:
         """Index of the p-quantile in each draw of a block of counts [b, G]."""
         rows = max(1, _BLOCK // max(self.step, self.cumulated.shape[1]))
-        return np.concatenate([self._at(counts[lo : lo + rows], p) for lo in range(0, len(counts), rows)])
+        return np.concatenate(
+            [self._at(counts[lo : lo + rows], p) for lo in range(0, len(counts), rows)]
+        )
 
     def _at(self, counts: NDArray[np.float64], p: float) -> NDArray[np.int64]:
         weight = counts @ self.cumulated  # [b, blocks], exact: whole numbers far below 2^53
@@ -347,7 +377,9 @@ class _RankedClusters:
 
 
 def _target(total: NDArray[np.float64] | np.float64, p: float) -> NDArray[np.int64]:
-    """The rank of the p-quantile among `total`: ⌈p · total⌉, at least 1, safe from the rounding of p · total."""
+    """The rank of the p-quantile among `total`: ⌈p · total⌉, at least 1, safe from the rounding of
+    p · total.
+    """
     wanted = np.asarray(np.ceil(p * total * (1 - 1e-12)), dtype=np.int64)
     return np.maximum(wanted, 1)
 

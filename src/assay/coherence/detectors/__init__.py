@@ -1,4 +1,6 @@
-"""The detectors, one idea a file: `detect(view) -> Detection | None`, and a line here or an entry point."""
+"""The detectors, one idea a file: `detect(view) -> Detection | None`, and a line here or an entry
+point.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Floods: one character, few characters or bare brackets over and over.
 
-How long a run may be depends on the character: rules, banners and progress bars are drawn with `-`, `=`, `*`, `#`;
-base64 of zeros is full of `A`; nobody writes sixty `!`.
+How long a run may be depends on the character: rules, banners and progress bars are drawn with `-`,
+`=`, `*`, `#`; base64 of zeros is full of `A`; nobody writes sixty `!`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from math import log2
 
 import numpy as np
 
-from assay.coherence.text import Detection, Ending, TextView, has_stretch, running_count, true_stretches
+from assay.coherence.text import (
+    Detection,
+    Ending,
+    TextView,
+    has_stretch,
+    running_count,
+    true_stretches,
+)
 
 MIN_RUN = 8
 _NEWLINES = re.compile(r"\n\s{7,}")
@@ -24,7 +31,8 @@ _RULES = set("-=*#_~.+/\\|:·•…‐‑–—―¯^,;")
 NEWLINE_LIMIT = 16
 BLANK_LIMIT = 256
 CUT_BLANKS = 32
-"""Blanks that may stand at the end of a text that the server cut: code is rarely indented so far."""
+"""Blanks that may stand at the end of a text that the server cut: code is rarely indented so far.
+"""
 CUT_LOOK, CUT_VISIBLE = 240, 0.25
 """Code points at the end of a text that the server cut, and the share of them that one must see."""
 CUT_LETTERS = 32
@@ -39,7 +47,13 @@ NEAR = 120
 
 def detect_flood(view: TextView) -> Detection | None:
     """The first flood of the text."""
-    floods = (_character_flood(view), _dominated(view), _cut_flood(view), _newline_flood(view), _blank_flood(view))
+    floods = (
+        _character_flood(view),
+        _dominated(view),
+        _cut_flood(view),
+        _newline_flood(view),
+        _blank_flood(view),
+    )
     found = [d for d in floods if d]
     return min(found, key=lambda d: d.onset_char, default=None)
 
@@ -70,7 +84,12 @@ def _character_flood(view: TextView) -> Detection | None:
         whole = length >= 0.9 * short and length >= least and not char.isdigit()
         if (length >= limit and not _drawn(view, start, end, limit)) or whole:
             kind = "asterisk_attractor" if char == "*" else "single_char_flood"
-            return Detection(kind, start, end, {"char": char, "code_point": f"U+{ord(char):04X}", "count": length})
+            return Detection(
+                kind,
+                start,
+                end,
+                {"char": char, "code_point": f"U+{ord(char):04X}", "count": length},
+            )
     return None
 
 
@@ -84,7 +103,9 @@ def _runs(view: TextView) -> Iterator[tuple[int, int]]:
 
 
 def _drawn(view: TextView, start: int, end: int, limit: int) -> bool:
-    """Whether the run belongs to a drawing: a wide table, the line under a title, or a block of encoded data in lines of one width."""
+    """Whether the run belongs to a drawing: a wide table, the line under a title, or a block of
+    encoded data in lines of one width.
+    """
     line_start, line_end = view.line_at(start)
     title = view.line_at(max(line_start - 1, 0))
     if (
@@ -93,7 +114,10 @@ def _drawn(view: TextView, start: int, end: int, limit: int) -> bool:
         and 0 <= end - start - (title[1] - title[0]) <= 2
     ):
         return end - start < 8 * limit and len(set(view.text[slice(*title)])) > 4
-    around = view.text[max(line_start, start - NEAR) : start] + view.text[end : min(line_end, end + NEAR)]
+    around = (
+        view.text[max(line_start, start - NEAR) : start]
+        + view.text[end : min(line_end, end + NEAR)]
+    )
     if view.text[start] in _RULES and ("|" in around or "+" in around):
         return end - start < 8 * limit
     line = view.text[line_start : min(line_end, line_start + NEAR)]
@@ -101,10 +125,17 @@ def _drawn(view: TextView, start: int, end: int, limit: int) -> bool:
         return False
     if view.text[start] == "A" and end - start == line_end - line_start <= 76:  # zeros in base64
         after = view.text[line_end + 1 : 2 * line_end - line_start + 1].rstrip()
-        return view.text[line_start - end + start - 1 : line_start - 1] == line or set(after) == {"A"}
-    neighbours = (view.line_at(max(line_start - 1, 0)), view.line_at(min(line_end + 1, len(view.text))))
+        return view.text[line_start - end + start - 1 : line_start - 1] == line or set(after) == {
+            "A"
+        }
+    neighbours = (
+        view.line_at(max(line_start - 1, 0)),
+        view.line_at(min(line_end + 1, len(view.text))),
+    )
     # A flood that a line break cuts into equal lines has nothing else in its neighbours either.
-    return any(b - a == line_end - line_start and len(set(view.text[a:b])) > 4 for a, b in neighbours)
+    return any(
+        b - a == line_end - line_start and len(set(view.text[a:b])) > 4 for a, b in neighbours
+    )
 
 
 def _dominated(view: TextView) -> Detection | None:
@@ -122,13 +153,18 @@ def _dominated(view: TextView) -> Detection | None:
         if len(places):
             onset = int(places[0]) + int(np.argmax(codes[places[0] :] == code))
             return Detection(
-                "single_char_flood", onset, int(places[-1]) + DOMINATED, {"char": char, "in_window": DOMINATED}
+                "single_char_flood",
+                onset,
+                int(places[-1]) + DOMINATED,
+                {"char": char, "in_window": DOMINATED},
             )
     return None
 
 
 def _cut_flood(view: TextView) -> Detection | None:
-    """One character that fills the end of a text that the server cut: rules and banners come to an end."""
+    """One character that fills the end of a text that the server cut: rules and banners come to an
+    end.
+    """
     if view.ending is not Ending.CUT or len(view.codes) < CUT_WINDOW:
         return None
     tail = view.codes[-CUT_WINDOW:]
@@ -146,7 +182,13 @@ def _cut_flood(view: TextView) -> Detection | None:
     same = running_count(view.codes == code)
     share = (same[-1] - same[:-1]) / np.arange(len(view.codes), 0, -1)
     onset = int(np.argmax((share >= DOMINANCE) & (view.codes == code)))
-    kind = "blank_flood" if char.isspace() else "asterisk_attractor" if char == "*" else "single_char_flood"
+    kind = (
+        "blank_flood"
+        if char.isspace()
+        else "asterisk_attractor"
+        if char == "*"
+        else "single_char_flood"
+    )
     count = int(same[-1] - same[onset])
     evidence = {"char": char, "code_point": f"U+{code:04X}", "count": count}
     return Detection(kind, onset, len(view.codes), evidence)
@@ -167,14 +209,20 @@ def _blank_flood(view: TextView) -> Detection | None:
         if trailing and view.ending is Ending.CUT:
             limit = CUT_BLANKS
         if match.end() - match.start() >= limit and not _pads_a_cell(view, *match.span()):
-            return Detection("blank_flood", match.start(), match.end(), {"blanks": match.end() - match.start()})
+            return Detection(
+                "blank_flood", match.start(), match.end(), {"blanks": match.end() - match.start()}
+            )
     return _mostly_blank(view)
 
 
 def _pads_a_cell(view: TextView, start: int, end: int) -> bool:
     """Whether the blanks fill up a cell of a table, whose other rows are as wide."""
     line_start, line_end = view.line_at(start)
-    if view.text[line_start] != "|" or view.text[end : end + 1] != "|" or end - start >= 8 * BLANK_LIMIT:
+    if (
+        view.text[line_start] != "|"
+        or view.text[end : end + 1] != "|"
+        or end - start >= 8 * BLANK_LIMIT
+    ):
         return False
     beside = {view.line_at(max(line_start - 1, 0)), view.line_at(min(line_end + 1, len(view.text)))}
     return any(b - a == line_end - line_start for a, b in beside - {(line_start, line_end)})
@@ -184,27 +232,35 @@ def _mostly_blank(view: TextView) -> Detection | None:
     """Blanks and line breaks with hardly a word between them, up to the cut."""
     end = view.text[-CUT_LOOK:]
     visible = sum(not c.isspace() for c in end)
-    if view.ending is not Ending.CUT or 2 * len(end) < CUT_LOOK or not 0 < visible < CUT_VISIBLE * len(end):
+    if (
+        view.ending is not Ending.CUT
+        or 2 * len(end) < CUT_LOOK
+        or not 0 < visible < CUT_VISIBLE * len(end)
+    ):
         return None
     first = next(i for i, c in enumerate(end) if c.isspace())
     onset = len(view.text) - len(end) + first
     return Detection("blank_flood", onset, len(view.text), {"blanks": len(end) - visible})
 
 
-# -----------------------------------------------------------------------------
-# Floods of few characters: the end of a text gets along with two or three of them, blanks and line breaks between or not.
+# Floods of few characters: the end of a text gets along with two or three of them, blanks and line
+# breaks between or not.
 #
-# `? ? ?` on lines of their own, `. , . . ,`, `$$'$$''$`: no run is long and no period fits. The entropy of the characters
-# tells: prose has over 4 bits a character, code over 3.5. So does the share of the commonest one, whatever stands between:
-# of prose every eighth is an `e`. What is drawn (rules, boxes) or counted (numbers, hex dumps, DNA) has few as well, and is
-# left alone.
+# `? ? ?` on lines of their own, `. , . . ,`, `$$'$$''$`: no run is long and no period fits. The
+# entropy of the characters tells: prose has over 4 bits a character, code over 3.5. So does the
+# share of the commonest one, whatever stands between: of prose every eighth is an `e`. What is
+# drawn (rules, boxes) or counted (numbers, hex dumps, DNA) has few as well, and is left alone.
 
 CUT = ((80, 2.0), (48, 1.5))
-"""Visible characters at the end of a text that the server cut, and the bits for each that a sane end has."""
+"""Visible characters at the end of a text that the server cut, and the bits for each that a sane
+end has.
+"""
 WHOLE = ((160, 1.7),)
 """The same where it ended or nothing is known."""
 CROWD, CROWDED, CUT_CROWDED = 200, 48, 24
-"""Visible characters at the end, and how many of them there must be, of which one may make up no more than"""
+"""Visible characters at the end, and how many of them there must be, of which one may make up no
+more than
+"""
 CUT_SHARE, WHOLE_SHARE = 0.4, 0.5
 """so much."""
 LEAST = 24
@@ -218,11 +274,16 @@ _COUNTED = frozenset(",:;")
 ONE_LINE = 80
 """Code points of a line that is longer than those of matrices and dumps."""
 DRAWN_RUN, RUNS_LOOK = 6.0, 600
-"""A character of drawings is no drawing in rows shorter than this on average, over so many code points."""
+"""A character of drawings is no drawing in rows shorter than this on average, over so many code
+points.
+"""
 COUNTED_SHARE, BASES_SHARE, LEAST_BASE = 0.3, 0.9, 0.03
-"""Shares of digits in lists of numbers, of all bases in DNA, and of each of three bases at least."""
+"""Shares of digits in lists of numbers, of all bases in DNA, and of each of three bases at least.
+"""
 ROW, ROW_WORDS, ROW_BITS, ROW_OTHERS = 120, 0.05, 2.0, 0.08
-"""So many code points with hardly a letter or digit, of fewer bits, are no drawing if so much is never drawn with."""
+"""So many code points with hardly a letter or digit, of fewer bits, are no drawing if so much is
+never drawn with.
+"""
 _BASES = frozenset("acgtun")
 REACH = 4000
 
@@ -251,13 +312,17 @@ def _poor(view: TextView, end: str, limit: float) -> Detection | None:
         return None
     onset = _onset(view, main)
     kind = "single_char_flood" if counts[0][1] > len(end) / 2 else "few_characters"
-    return Detection(kind, onset, view.visible_end, {"chars": "".join(main), "bits": round(entropy, 2)})
+    return Detection(
+        kind, onset, view.visible_end, {"chars": "".join(main), "bits": round(entropy, 2)}
+    )
 
 
 def _is_row(view: TextView, entropy: float, end: str) -> bool:
     """Whether the end is marks alone, some of which no drawing is made of, up to the cut."""
     words = sum(map(str.isalnum, view.text[-ROW:]))
-    others = sum(not (c.isalnum() or c in _DRAWN or c == "`") for c in end)  # a fence stands around drawings
+    others = sum(
+        not (c.isalnum() or c in _DRAWN or c == "`") for c in end
+    )  # a fence stands around drawings
     return (
         view.ending is Ending.CUT
         and words <= ROW_WORDS * ROW
@@ -283,14 +348,23 @@ def _crowded(view: TextView, end: str) -> Detection | None:
         flood = cut and count > len(end) / 2
     elif char in _DRAWN or "\u2500" <= char <= "\u259f":
         flood = (
-            cut and count > len(end) / 2 and char != "*" and set(end) != set("#.") and _mean_run(view, char) < DRAWN_RUN
+            cut
+            and count > len(end) / 2
+            and char != "*"
+            and set(end) != set("#.")
+            and _mean_run(view, char) < DRAWN_RUN
         )
     else:
         flood = not _is_code_of_letters(end) and not (numbers and char in _COUNTED)
     if not flood:
         return None
     onset = _onset(view, [char], CUT_SHARE)
-    return Detection("single_char_flood", onset, view.visible_end, {"char": char, "share": round(count / len(end), 2)})
+    return Detection(
+        "single_char_flood",
+        onset,
+        view.visible_end,
+        {"char": char, "share": round(count / len(end), 2)},
+    )
 
 
 def _is_code_of_letters(end: str) -> bool:
@@ -301,7 +375,9 @@ def _is_code_of_letters(end: str) -> bool:
 
 
 def _digits_on_one_line(view: TextView) -> bool:
-    """Whether the last line is a long row of digits, and no list: matrices and dumps have short lines."""
+    """Whether the last line is a long row of digits, and no list: matrices and dumps have short
+    lines.
+    """
     line = view.text[view.line_at(view.visible_end - 1)[0] : view.visible_end][-REACH:]
     visible = "".join(line.split())
     return (
@@ -313,7 +389,9 @@ def _digits_on_one_line(view: TextView) -> bool:
 
 
 def _mean_run(view: TextView, char: str) -> float:
-    """How many of `char` stand in a row at the end, on average: rules, leaders and forms have long rows of them."""
+    """How many of `char` stand in a row at the end, on average: rules, leaders and forms have long
+    rows of them.
+    """
     runs = [len(run) for run in re.findall(f"{re.escape(char)}+", view.text[-RUNS_LOOK:])]
     return sum(runs) / len(runs) if runs else 0.0
 
@@ -332,7 +410,9 @@ def _main(counts: list[tuple[str, int]], total: int) -> list[str]:
 
 def _is_data(main: list[str]) -> bool:
     """Whether numbers use these characters by themselves."""
-    return any(map(str.isdigit, main)) and all(c.isdigit() or c in _DRAWN or c in _COUNTED for c in main)
+    return any(map(str.isdigit, main)) and all(
+        c.isdigit() or c in _DRAWN or c in _COUNTED for c in main
+    )
 
 
 def _onset(view: TextView, main: list[str], least: float = MAIN_SHARE) -> int:
@@ -347,12 +427,12 @@ def _onset(view: TextView, main: list[str], least: float = MAIN_SHARE) -> int:
     return visible[first]
 
 
-# -----------------------------------------------------------------------------
-# Bare brackets over and over: `{}{}{}{}`, `[] [] []`, `}{][}{`, as a broken model writes them in place of a call or
-# of JSON.
+# Bare brackets over and over: `{}{}{}{}`, `[] [] []`, `}{][}{`, as a broken model writes them in
+# place of a call or of JSON.
 #
-# Code has brackets in rows too, by rules of its own: they hold something, close in their order, stand in a format
-# string or are the arguments of a macro. JSON lines keep one object a line. All of these are left alone.
+# Code has brackets in rows too, by rules of its own: they hold something, close in their order,
+# stand in a format string or are the arguments of a macro. JSON lines keep one object a line. All
+# of these are left alone.
 
 
 _EMPTY = re.compile(r"(?:(?:\{ ?\}|\[\]|\(\)) ?){3,}")
@@ -360,7 +440,9 @@ _PAIR = re.compile(r"[\[{(] ?[\]})]")
 _AROUND = re.compile(r"```\w*|~~~\w*|</?(?:tool_call|tool_response|function|json|answer)>|\s+")
 _ONLY_BRACKETS = re.compile(r"[\[\](){}][\[\](){}\s]{46,}[\[\](){}]")
 ALONE, AT_END, WITHIN = 3, 8, 16
-"""Empty pairs in a row of which nothing else but the text consists, that end it, and that stand before other text."""
+"""Empty pairs in a row of which nothing else but the text consists, that end it, and that stand
+before other text.
+"""
 ASKED = 16
 """Round pairs in a row: balanced parentheses are a usual exercise."""
 QUOTED = 40
@@ -399,7 +481,9 @@ def _limit(view: TextView, row: re.Match[str]) -> int:
 
 
 def _crossed(brackets: str) -> bool:
-    """Whether some bracket closes another than was opened; what was opened before or closes later does not count."""
+    """Whether some bracket closes another than was opened; what was opened before or closes later
+    does not count.
+    """
     opened: list[str] = []
     for mark in brackets:
         if mark not in _OPENS:

@@ -1,9 +1,10 @@
 """Exact loops: a unit of characters, words or sentences that repeats with a fixed period.
 
-Repetition alone is no fault: tables, refrains, zero rows and lines written twenty times on request repeat too.
-What tells a loop is how the repetition ends. A unit without an end mark ("the name of the name of") has nowhere
-to stop; a sentence may be said again, but not until the text is cut off. So the limits depend on what the unit
-is, and on whether the run reaches the end of a text that breaks off.
+Repetition alone is no fault: tables, refrains, zero rows and lines written twenty times on request
+repeat too. What tells a loop is how the repetition ends. A unit without an end mark ("the name of
+the name of") has nowhere to stop; a sentence may be said again, but not until the text is cut off.
+So the limits depend on what the unit is, and on whether the run reaches the end of a text that
+breaks off.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ MAX_PERIOD = 64
 TOKEN_PERIOD = 80
 """Longest period in tokens: 64 words with the marks between them."""
 CUT_COPIES = 60
-"""Code points of exact copies of words, at least four, that a text which the server cut may not end in."""
+"""Code points of exact copies of words, at least four, that a text which the server cut may not end
+in.
+"""
 _CODE = frozenset("<>{};=|")
 """Marks of code and markup, where equal items follow one another by right."""
 LOOK_BACK = 200
@@ -47,7 +50,9 @@ CONCLUSION = 3
 CONCLUDED_LINES = 400
 """fewer than so many times."""
 MIN_WHOLE, MAX_WHOLE, MIN_WHOLE_UNSPACED = 12, 400, 20
-"""Code points of a reply that is nothing but two or three characters over and over, more in a script without spaces."""
+"""Code points of a reply that is nothing but two or three characters over and over, more in a
+script without spaces.
+"""
 LONGEST_ENCLOSED = 400
 """Code points of marks that repeat between two brackets or quotes."""
 _CLOSES = {"(": ")", "[": "]", "{": "}", '"': '"', "'": "'"}
@@ -92,21 +97,38 @@ def detect_loop(view: TextView) -> Detection | None:
     if not faults:
         return _whole_reply(view)
     first = min(faults, key=lambda loop: (loop.start, -loop.end))
-    evidence = {"unit": quote(first.unit), "period_chars": len(first.unit), "repeats": round(first.repeats, 1)}
-    return Detection(loop_kind(first.unit), _line_start_in(_first_part(first, loops)), first.end, evidence)
+    evidence = {
+        "unit": quote(first.unit),
+        "period_chars": len(first.unit),
+        "repeats": round(first.repeats, 1),
+    }
+    return Detection(
+        loop_kind(first.unit), _line_start_in(_first_part(first, loops)), first.end, evidence
+    )
 
 
 def _enclosed(view: TextView, loop: Loop) -> bool:
-    """Whether marks repeat between two brackets or quotes of one line: `[{}, {}, {}]`, `VALUES (?, ?, ?)`, `"{} {} {}"`."""
+    """Whether marks repeat between two brackets or quotes of one line: `[{}, {}, {}]`, `VALUES (?,
+    ?, ?)`, `"{} {} {}"`.
+    """
     unit = set("".join(loop.unit.split()))
-    if len(unit) < 2 or loop.chars > LONGEST_ENCLOSED or classify(loop.unit) is not UnitClass.DECORATION:
+    if (
+        len(unit) < 2
+        or loop.chars > LONGEST_ENCLOSED
+        or classify(loop.unit) is not UnitClass.DECORATION
+    ):
         return False
-    before, after = view.text[: loop.start].rstrip()[-1:], view.text[loop.end : loop.end + 8].lstrip()[:1]
+    before, after = (
+        view.text[: loop.start].rstrip()[-1:],
+        view.text[loop.end : loop.end + 8].lstrip()[:1],
+    )
     return loop.one_line and before != "" and after == _CLOSES.get(before)
 
 
 def _first_part(loop: Loop, loops: Sequence[Loop]) -> Loop:
-    """The run in which the loop really begins: a line break within it cuts one loop into runs of the same unit."""
+    """The run in which the loop really begins: a line break within it cuts one loop into runs of
+    the same unit.
+    """
     around = 2 * "".join(loop.unit.split())
     for other in sorted(loops, key=lambda o: -o.start):
         unit = "".join(other.unit.split())
@@ -128,15 +150,25 @@ def _whole_reply(view: TextView) -> Detection | None:
         return None
     for period in (2, 3):
         unit = text[:period]
-        if len(set(unit)) > 1 and text == (unit * len(text))[: len(text)] and not _said_by_right(unit, len(text)):
+        if (
+            len(set(unit)) > 1
+            and text == (unit * len(text))[: len(text)]
+            and not _said_by_right(unit, len(text))
+        ):
             onset = len(view.text) - len(view.text.lstrip())
-            evidence = {"unit": unit, "period_chars": period, "repeats": round(len(text) / period, 1)}
+            evidence = {
+                "unit": unit,
+                "period_chars": period,
+                "repeats": round(len(text) / period, 1),
+            }
             return Detection(loop_kind(unit), onset, view.visible_end, evidence)
     return None
 
 
 def _said_by_right(unit: str, length: int) -> bool:
-    """Whether someone may have asked for the unit: laughter, a rule, brackets, a row of numbers or of single words."""
+    """Whether someone may have asked for the unit: laughter, a rule, brackets, a row of numbers or
+    of single words.
+    """
     visible = "".join(unit.split())
     if any(map(str.isdigit, visible)) or (len(visible) == 1 and visible.isalpha()):
         return True
@@ -148,7 +180,9 @@ def _said_by_right(unit: str, length: int) -> bool:
 
 
 def without_request(view: TextView) -> str | None:
-    """The text without a paragraph of copies that it announced with a colon and left again; None if it has none."""
+    """The text without a paragraph of copies that it announced with a colon and left again; None if
+    it has none.
+    """
     if view.cut or view.ending is Ending.OPEN:
         return None
     paragraphs = list(_PARAGRAPH.finditer(view.text))
@@ -158,7 +192,10 @@ def without_request(view: TextView) -> str | None:
         if (
             announced
             and word_count(after.group())
-            and any(copies[period:] == copies[:-period] for period in range(1, min(MAX_PERIOD, len(copies) // 8) + 1))
+            and any(
+                copies[period:] == copies[:-period]
+                for period in range(1, min(MAX_PERIOD, len(copies) // 8) + 1)
+            )
         ):
             return view.text[: block.start()] + view.text[block.end() :]
     return None
@@ -180,12 +217,18 @@ def candidates(view: TextView) -> Sequence[Loop]:
     loops += _unit_loops(view, view.segments, MAX_PERIOD, 3)
     last = max((loop.start for loop in loops), default=0)
     ended = view.ending is not Ending.CUT
-    return [replace(loop, concluded=True) if ended and _goes_on(view, loop, last) else loop for loop in loops]
+    return [
+        replace(loop, concluded=True) if ended and _goes_on(view, loop, last) else loop
+        for loop in loops
+    ]
 
 
 def _goes_on(view: TextView, loop: Loop, last: int) -> bool:
     """Whether words follow the loop in which nothing is repeated."""
-    return last < loop.end < view.visible_end and word_count(view.text[loop.end : loop.end + 400]) >= CONCLUSION
+    return (
+        last < loop.end < view.visible_end
+        and word_count(view.text[loop.end : loop.end + 400]) >= CONCLUSION
+    )
 
 
 def is_fault(loop: Loop, ending: Ending) -> bool:
@@ -216,7 +259,9 @@ def _decoration_fault(loop: Loop, ending: Ending) -> bool:
     if loop.inline:  # marks after words, as in "The capital * * * * * *"
         return loop.repeats >= 8 and loop.chars >= 24 and (loop.at_end or loop.chars >= 160)
     cut = ending is Ending.CUT and loop.open_ended
-    return loop.repeats >= (8 if cut else 12) and loop.chars >= (36 if cut else 60 if loop.at_end else 400)
+    return loop.repeats >= (8 if cut else 12) and loop.chars >= (
+        36 if cut else 60 if loop.at_end else 400
+    )
 
 
 def _data_fault(loop: Loop, ending: Ending) -> bool:
@@ -253,17 +298,22 @@ def _unit_loops(view: TextView, units: Units, max_period: int, min_repeats: int)
     for run in periodic_runs(units.ids, max_period=max_period, min_repeats=min_repeats):
         start, end = int(units.starts[run.start]), int(units.ends[run.end - 1])
         unit = view.text[start : int(units.starts[run.start + run.period])]
-        # Marks and numbers are compared as characters only: as tokens, a drawing or a matrix would be one loop.
+        # Marks and numbers are compared as characters only: as tokens, a drawing or a matrix would
+        # be one loop.
         if end - start >= 12 and classify(unit) is UnitClass.WORDS:
             yield _loop(view, start, end, run.repeats, unit)
 
 
 def _ends_whole(view: TextView, end: int, unit: str) -> bool:
-    """Whether lines repeat and the last one is whole, in a text of which the server does not say that it was cut."""
+    """Whether lines repeat and the last one is whole, in a text of which the server does not say
+    that it was cut.
+    """
     if view.ending is Ending.CUT or "\n" not in unit:
         return False
     start, stop = view.line_at(max(end - 1, 0))
-    return view.text[start:stop].strip() in {line.strip() for line in (unit + unit).split("\n")[1:-1]}
+    return view.text[start:stop].strip() in {
+        line.strip() for line in (unit + unit).split("\n")[1:-1]
+    }
 
 
 def _loop(view: TextView, start: int, end: int, repeats: float, unit: str) -> Loop:
@@ -322,7 +372,9 @@ def word_count(unit: str) -> int:
 
 
 def loop_kind(unit: str) -> str:
-    """The name of a loop of `unit`; the six patterns that the field's tool looks for keep names of their own."""
+    """The name of a loop of `unit`; the six patterns that the field's tool looks for keep names of
+    their own.
+    """
     marks = "".join(unit.split()).lower()
     if not marks:
         return "newline_loop" if "\n" in unit else "blank_flood"
@@ -337,15 +389,18 @@ def loop_kind(unit: str) -> str:
         return "a_a_a"
     if is_sentence(unit.strip().rstrip(".!?。！？")) or (is_sentence(unit) and len(words) > 2):
         return "sentence_loop"
-    one_word = len(words) <= 1 and len(marks) < 24 and (len(marks) <= 2 or not _UNSPACED.search(marks))
+    one_word = (
+        len(words) <= 1 and len(marks) < 24 and (len(marks) <= 2 or not _UNSPACED.search(marks))
+    )
     return "single_token_loop" if one_word else "phrase_loop"
 
 
 # Loops with small changes: a counter that grows, a word swapped, a clause dropped now and then.
 #
-# Numbers are masked, and a stretch counts when at least 85 % of its tokens equal the token one period before. Data
-# does the same (logs, tables, JSON), so only running prose is judged: few marks, and copies that do not stand on lines
-# of their own. Copies on lines count only where the server says that the text was cut off.
+# Numbers are masked, and a stretch counts when at least 85 % of its tokens equal the token one
+# period before. Data does the same (logs, tables, JSON), so only running prose is judged: few
+# marks, and copies that do not stand on lines of their own. Copies on lines count only where the
+# server says that the text was cut off.
 
 MIN_REPEATS = 8
 MIN_TOKENS = 48
@@ -367,7 +422,9 @@ def detect_near_loop(view: TextView) -> Detection | None:
     return min(found, key=lambda d: d.onset_char, default=None)
 
 
-def _with_period(view: TextView, counts: Counts, ids: NDArray[Any], period: int) -> Detection | None:
+def _with_period(
+    view: TextView, counts: Counts, ids: NDArray[Any], period: int
+) -> Detection | None:
     width = max((MIN_REPEATS - 1) * period, MIN_TOKENS)
     if len(ids) < width + period:
         return None
@@ -377,19 +434,27 @@ def _with_period(view: TextView, counts: Counts, ids: NDArray[Any], period: int)
         return None
     starts, ends = true_stretches(alike)
     for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        start = first + int(np.argmax(np.diff(same[first : first + width + 1])))  # the first token that comes again
+        start = first + int(
+            np.argmax(np.diff(same[first : first + width + 1]))
+        )  # the first token that comes again
         last = min(end + width + period - 2, len(ids) - 1)
         a, b = int(view.tokens.starts[start]), int(view.tokens.ends[last])
         if _is_prose_loop(view, counts, a, b, start, last, period):
             unit = view.text[a : int(view.tokens.starts[start + period])]
             exact = bool(same[end + width - 1] - same[start] == end + width - 1 - start)
             kind = "counter_loop" if exact and any(c.isdigit() for c in unit) else "near_loop"
-            evidence = {"unit": quote(unit), "period_tokens": period, "repeats": round((last + 1 - start) / period, 1)}
+            evidence = {
+                "unit": quote(unit),
+                "period_tokens": period,
+                "repeats": round((last + 1 - start) / period, 1),
+            }
             return Detection(kind, a, b, evidence)
     return None
 
 
-def _is_prose_loop(view: TextView, counts: Counts, a: int, b: int, first: int, last: int, period: int) -> bool:
+def _is_prose_loop(
+    view: TextView, counts: Counts, a: int, b: int, first: int, last: int, period: int
+) -> bool:
     tokens = last + 1 - first
     marks = tokens - int(counts.words[last + 1] - counts.words[first])
     letters = int(counts.letters[b] - counts.letters[a])
@@ -426,8 +491,9 @@ class Counts:
 
 # Find where a sequence repeats itself with a fixed period: compare it with itself, shifted.
 #
-# A sequence x has period p on a stretch where x[i] = x[i − p]. For each p up to `max_period` one vectorised
-# comparison finds all such stretches, so the cost is max_period · n, linear in the length.
+# A sequence x has period p on a stretch where x[i] = x[i − p]. For each p up to `max_period` one
+# vectorised comparison finds all such stretches, so the cost is max_period · n, linear in the
+# length.
 
 
 @dataclass(frozen=True)
@@ -447,9 +513,11 @@ class Run:
 def periodic_runs(
     ids: NDArray[Any], *, max_period: int = 64, min_repeats: int = 4, min_length: int = 1
 ) -> Sequence[Run]:
-    """Maximal runs with period ≤ `max_period`, at least `min_repeats` periods and `min_length` units long.
+    """Maximal runs with period ≤ `max_period`, at least `min_repeats` periods and `min_length`
+    units long.
 
-    A run already explained by a smaller period is left out (aaaa has period 1, not 2). Order: by period, start.
+    A run already explained by a smaller period is left out (aaaa has period 1, not 2). Order: by
+    period, start.
     """
     covered = np.zeros(len(ids) + 1, dtype=np.int64)
     runs: list[Run] = []

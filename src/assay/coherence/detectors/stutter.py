@@ -1,12 +1,15 @@
-"""Stutter: words, syllables and pieces of words said twice, as a cache with too few bits makes them.
+"""Stutter: words, syllables and pieces of words said twice, as a cache with too few bits makes
+them.
 
-One text with several stutters close together is a fault (`detect_stutter`). Fewer of them are none in one text, but a
-run of texts in which they come many times as often as healthy models write them is: `stutter_counts` counts those of
-one text, and `judge_stutter` holds the rate over all texts of a run against the healthy one.
+One text with several stutters close together is a fault (`detect_stutter`). Fewer of them are none
+in one text, but a run of texts in which they come many times as often as healthy models write them
+is: `stutter_counts` counts those of one text, and `judge_stutter` holds the rate over all texts of
+a run against the healthy one.
 
-Much doubling is right: "had had", "very very", names ("Duran Duran"), reduplication, code, lists and refrains. So code
-and tables are left out; in English a doubled word must be a word of the dictionary that nobody says twice; in other
-languages, of which many double words by grammar, one that the text uses again and again, as articles are.
+Much doubling is right: "had had", "very very", names ("Duran Duran"), reduplication, code, lists
+and refrains. So code and tables are left out; in English a doubled word must be a word of the
+dictionary that nobody says twice; in other languages, of which many double words by grammar, one
+that the text uses again and again, as articles are.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ _BEGUN = re.compile(r"(?<![\w'’.-])([A-Za-z][a-z]{1,3}) (\1[a-z]{2,})(?![\w'�
 _COMMA = re.compile(r"(?<=[a-z]), ?,(?= [a-z])")
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
 _NOT_PROSE = re.compile(
-    r"`[^`\n]*`|https?://\S+|^(?: {4,}|\t|[ \t]*[|#>$]).*$|^.*(?:[{}<>=\\;|]|\w\(|\w_\w).*$", re.MULTILINE
+    r"`[^`\n]*`|https?://\S+|^(?: {4,}|\t|[ \t]*[|#>$]).*$|^.*(?:[{}<>=\\;|]|\w\(|\w_\w).*$",
+    re.MULTILINE,
 )
 MIN_STUTTER_WORDS = 2
 """Distinct words that stutter."""
@@ -46,7 +50,9 @@ ENGLISH = 0.7
 OFTEN = 4
 """Times that a word of another language stands in a text which doubles it by fault."""
 LEAST_LONG, LONGEST = 5, 24
-"""Letters of a word without the syllable that it doubles, and of the longest word that is no sequence of letters."""
+"""Letters of a word without the syllable that it doubles, and of the longest word that is no
+sequence of letters.
+"""
 HEALTHY = 0.0004
 """Stutters a word that healthy models stay below: benchmarks/results/detector_roc.md."""
 TIMES = 3.0
@@ -88,7 +94,8 @@ class StutterRate:
 def stutter_counts(text: str) -> Counts:
     """Count the stutters in the prose of a text; code, tables and quoted code do not count.
 
-    >>> stutter_counts("The information information was sent to the the control control room.").total
+    >>> stutter_counts("The information information was sent to the the control control
+      room.").total
     3
     """
     view = TextView(text)
@@ -115,7 +122,9 @@ def stutter_counts(text: str) -> Counts:
     )
 
 
-def _is_stutter(match: re.Match[str], often: Counter[str], known: dict[str, bool], english: bool) -> bool:
+def _is_stutter(
+    match: re.Match[str], often: Counter[str], known: dict[str, bool], english: bool
+) -> bool:
     said = match.group().split()
     word = match.group(1).lower()
     if all(w[0].isupper() for w in said) or not match.group(1).isalpha():
@@ -129,11 +138,17 @@ def _is_stutter(match: re.Match[str], often: Counter[str], known: dict[str, bool
 
 def _is_begun_twice(match: re.Match[str], often: Counter[str], english: bool) -> bool:
     begun = match.group(1).lower()
-    return english and often[begun] == 1 and not language.is_known_word(begun, language.tables().bloom)
+    return (
+        english and often[begun] == 1 and not language.is_known_word(begun, language.tables().bloom)
+    )
 
 
-def _doubles_syllable(word: str, often: Counter[str], known: dict[str, bool], english: bool) -> bool:
-    """Whether a word says one of its syllables twice, and without that is a word of English or one this text repeats."""
+def _doubles_syllable(
+    word: str, often: Counter[str], known: dict[str, bool], english: bool
+) -> bool:
+    """Whether a word says one of its syllables twice, and without that is a word of English or one
+    this text repeats.
+    """
     if not LEAST_LONG + 2 <= len(word) <= LONGEST or known[word]:
         return False
     for match in _SYLLABLE.finditer(word):
@@ -146,14 +161,18 @@ def _doubles_syllable(word: str, often: Counter[str], known: dict[str, bool], en
 
 
 def judge_stutter(
-    counts: Iterable[Counts], healthy: float = HEALTHY, confidence: float = 0.95, times: float = TIMES
+    counts: Iterable[Counts],
+    healthy: float = HEALTHY,
+    confidence: float = 0.95,
+    times: float = TIMES,
 ) -> StutterRate:
-    """Whether the texts of a run stutter more than those of healthy models, at a rate of `healthy` a word.
+    """Whether the texts of a run stutter more than those of healthy models, at a rate of `healthy`
+    a word.
 
-    The rate is a ratio of sums. Its interval is the wider of two at each end: CR1, clustered by text, and that of a
-    Poisson count, which knows what no stutter at all in few words is worth (Garwood, Biometrika 28 (1936) 437). `bad`
-    if even its lower end is above `times` the healthy rate and three texts stutter; `good` if its upper end is not
-    above; else `unclear`.
+    The rate is a ratio of sums. Its interval is the wider of two at each end: CR1, clustered by
+    text, and that of a Poisson count, which knows what no stutter at all in few words is worth
+    (Garwood, Biometrika 28 (1936) 437). `bad` if even its lower end is above `times` the healthy
+    rate and three texts stutter; `good` if its upper end is not above; else `unclear`.
     """
     from scipy.special import gammaincinv
 
@@ -165,18 +184,28 @@ def judge_stutter(
     lo = float(gammaincinv(total, tail)) / words if total else 0.0
     hi = float(gammaincinv(total + 1, 1 - tail)) / words
     if len(kept) > 1:
-        clustered = cluster_ratio([c.total for c in kept], [c.words for c in kept], confidence).interval
+        clustered = cluster_ratio(
+            [c.total for c in kept], [c.words for c in kept], confidence
+        ).interval
         lo, hi = min(lo, max(0.0, clustered.lo)), max(hi, clustered.hi)
     limit = times * healthy
     texts = sum(c.total > 0 for c in kept)
     verdict: Literal["good", "bad", "unclear"]
-    verdict = "bad" if lo > limit and texts >= 3 else "good" if hi <= limit or total / words <= healthy else "unclear"
+    verdict = (
+        "bad"
+        if lo > limit and texts >= 3
+        else "good"
+        if hi <= limit or total / words <= healthy
+        else "unclear"
+    )
     return StutterRate(total / words, lo, hi, verdict, total, words)
 
 
 def detect_stutter(view: TextView) -> Detection | None:
     """The first of several doubled words that stand close together."""
-    doubled = [m for m in _TWICE.finditer(view.text) if len(m.group(1)) > 2 and m.group(1).islower()]
+    doubled = [
+        m for m in _TWICE.finditer(view.text) if len(m.group(1)) > 2 and m.group(1).islower()
+    ]
     doubled = [m for m in doubled if m.group(1) not in SAID_TWICE and m.group(1).isascii()]
     if len(doubled) < MIN_STUTTER_WORDS:
         return None
@@ -184,7 +213,10 @@ def detect_stutter(view: TextView) -> Detection | None:
     found = [m for m in doubled if language.is_known_word(m.group(1), bloom)]
     for index in range(len(found) - MIN_STUTTER_WORDS + 1):
         group = found[index : index + MIN_STUTTER_WORDS]
-        if len({m.group(1) for m in group}) == MIN_STUTTER_WORDS and group[-1].end() - group[0].start() <= MAX_GAP:
+        if (
+            len({m.group(1) for m in group}) == MIN_STUTTER_WORDS
+            and group[-1].end() - group[0].start() <= MAX_GAP
+        ):
             onset = group[0].start() + len(group[0].group(1))
             evidence = {"words": [m.group(1) for m in found[:5]], "count": len(found)}
             return Detection("stutter", onset, found[-1].end(), evidence)

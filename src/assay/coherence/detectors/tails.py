@@ -1,7 +1,9 @@
-"""Long loops that were cut in their second or third round: the end of the text is a copy of what stood before it.
+"""Long loops that were cut in their second or third round: the end of the text is a copy of what
+stood before it.
 
-Two equal paragraphs are no fault by themselves. But where the server cut the text off, and the last sixty words and
-more repeat, word for word and up to the very end, what stands one period earlier, the model was going round.
+Two equal paragraphs are no fault by themselves. But where the server cut the text off, and the last
+sixty words and more repeat, word for word and up to the very end, what stands one period earlier,
+the model was going round.
 """
 
 from __future__ import annotations
@@ -54,25 +56,30 @@ def detect_copied_tail(view: TextView) -> Detection | None:
 
 # A loop in changing copies: the end of the text holds nothing new, though no period fits it.
 #
-# An item gets another of five numbers, a line is dropped, two answers take turns: exact comparison fails, but every
-# stretch of words has stood in the text before. So each run of a few tokens is looked up among the earlier ones, and a
-# long tail that is made of known runs alone is a fault. Data repeat their frame and not their content (records, log
-# lines, getters), and refrains are short.
+# An item gets another of five numbers, a line is dropped, two answers take turns: exact comparison
+# fails, but every stretch of words has stood in the text before. So each run of a few tokens is
+# looked up among the earlier ones, and a long tail that is made of known runs alone is a fault.
+# Data repeat their frame and not their content (records, log lines, getters), and refrains are
+# short.
 #
-# Long runs prove more, short ones catch copies that change more: runs of four count in prose that the server cut. What is
-# said for the third or fourth time counts in code and markup as well, and so does an end of characters that come again, eight
-# at a time, however words are cut in it.
+# Long runs prove more, short ones catch copies that change more: runs of four count in prose that
+# the server cut. What is said for the third or fourth time counts in code and markup as well, and
+# so does an end of characters that come again, eight at a time, however words are cut in it.
 
 _COUNTER = re.compile(r"^[ \t#*|]*(\d+)(?=[.):])", re.MULTILINE)
 REACH = 1500
-"""Tokens within which a run must have stood before: a licence that comes again after pages is no loop."""
+"""Tokens within which a run must have stood before: a licence that comes again after pages is no
+loop.
+"""
 COUNTER = 2**40
 """The id of every counter."""
 
 
 @dataclass(frozen=True)
 class Recycled:
-    """A tail of at least `runs` runs of `gram` tokens, of which a share of `known` stood in the text before."""
+    """A tail of at least `runs` runs of `gram` tokens, of which a share of `known` stood in the
+    text before.
+    """
 
     gram: int
     runs: int
@@ -98,11 +105,15 @@ WHOLE = (Recycled(8, 200, 0.9, letters=0.6, marks=0.35, code=False),)
 """What counts where it ended or nothing is known."""
 CHARS = 8
 CHAR_TAIL, CHAR_REACH, MIN_KNOWN, MIN_LETTERS = 160, 4000, 0.9, 0.4
-"""Code points of a cut end whose runs of `CHARS` stood twice before, how far one looks back, the share of such runs, and of letters."""
+"""Code points of a cut end whose runs of `CHARS` stood twice before, how far one looks back, the
+share of such runs, and of letters.
+"""
 LAST = 3
 """Runs at the very end of a text that was not cut, of which one must have stood before."""
 MIN_DISTINCT = 20
-"""Different tokens of the tail of a text that was not cut: one line said again and again may have been asked for."""
+"""Different tokens of the tail of a text that was not cut: one line said again and again may have
+been asked for.
+"""
 MAX_CODE_DISTINCT = 0.2
 """Share of different tokens in a tail of code or data, where frames repeat by right."""
 
@@ -147,7 +158,8 @@ def _tail(view: TextView, ids: NDArray[np.int64], kind: Recycled) -> Detection |
     share = np.cumsum(known[::-1]) / np.arange(1, len(known) + 1)
     long_enough = np.flatnonzero(share >= kind.known)
     runs = int(long_enough[-1]) + 1 if len(long_enough) else 0
-    # Where nothing says that the text was cut, a tail that ends in words of its own came to a conclusion.
+    # Where nothing says that the text was cut, a tail that ends in words of its own came to a
+    # conclusion.
     concluded = view.ending is not Ending.CUT and not known[-LAST:].any()
     if runs < kind.runs or concluded or not _is_fault(view, kind, runs):
         return None
@@ -167,11 +179,15 @@ def _is_fault(view: TextView, kind: Recycled, runs: int) -> bool:
     if view.ending is not Ending.CUT and distinct < MIN_DISTINCT:
         return False
     prose = marks <= kind.marks
-    return letters >= kind.letters and (prose or (kind.code and distinct <= MAX_CODE_DISTINCT * runs))
+    return letters >= kind.letters and (
+        prose or (kind.code and distinct <= MAX_CODE_DISTINCT * runs)
+    )
 
 
 def _without_counters(view: TextView) -> NDArray[np.int64]:
-    """Token ids, with all numbers alike that count the items of a list: at the start of a line, before a stop."""
+    """Token ids, with all numbers alike that count the items of a list: at the start of a line,
+    before a stop.
+    """
     ids = view.tokens.ids.copy()
     for match in _COUNTER.finditer(view.text):
         ids[bisect_left(view.tokens.starts, match.start(1))] = COUNTER
@@ -192,7 +208,9 @@ def earlier_runs(ids: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     places = max(0, len(ids) - length + 1)
     hashed = np.zeros(places, dtype=np.uint64)
     for k in range(length):
-        hashed = hashed * np.uint64(0x9E3779B97F4A7C15) + (ids[k : k + places] + 1).astype(np.uint64)
+        hashed = hashed * np.uint64(0x9E3779B97F4A7C15) + (ids[k : k + places] + 1).astype(
+            np.uint64
+        )
     order = np.argsort(hashed, kind="stable")
     same = hashed[order[1:]] == hashed[order[:-1]]
     earlier = np.full(places, -1, dtype=np.int64)
@@ -200,22 +218,29 @@ def earlier_runs(ids: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     return earlier
 
 
-# Rotation: a few words, sentences or tool calls that take turns without end and without a fixed order.
+# Rotation: a few words, sentences or tool calls that take turns without end and without a fixed
+# order.
 #
-# Exact periods miss it ("SMS in the SMS SMS in the English and SMS"), as they miss a train of thought that puts the same dozen
-# terms into one template for pages.
+# Exact periods miss it ("SMS in the SMS SMS in the English and SMS"), as they miss a train of
+# thought that puts the same dozen terms into one template for pages.
 
 WINDOW, MAX_DISTINCT = 60, 12
 """Words of a passage on one line, and how many different ones it may get along with."""
 LINE_MARKS, LINE_LETTERS, LEAST_LINE = 0.15, 0.55, 200
 LONG, LONG_DISTINCT = 300, 56
-"""The same for prose over any number of lines that breaks off; sane prose has 75 and more different words among so many."""
+"""The same for prose over any number of lines that breaks off; sane prose has 75 and more different
+words among so many.
+"""
 CLOSE = 12
 """Words between two new ones by which sane text is told from an exception."""
 MIN_SENTENCES, MAX_DIGITS, MAX_LONG_MARKS = 1 / 40, 0.05, 0.3
-"""Sentence ends a word, and shares of numbers and of marks among the tokens, by which prose is told from data."""
+"""Sentence ends a word, and shares of numbers and of marks among the tokens, by which prose is told
+from data.
+"""
 CALLS, CALLS_CUT, CALLS_TURNS = 24, 12, 6
-"""Lines that are calls, in all (where the server cut the text fewer), and how often each of them comes."""
+"""Lines that are calls, in all (where the server cut the text fewer), and how often each of them
+comes.
+"""
 JSON_CALLS, JSON_TURNS = 9, 3
 """The same for calls of tools: no program is written so."""
 _LINE = re.compile(r"[^\n]+")
@@ -224,7 +249,8 @@ _PIECE = re.compile(r"\S+")
 _CALL = re.compile(r"(?:[-*•>→$]|\d+[.)])?\s*(?:await |self\.)?[A-Za-z_][\w.]*\(.*\);?")
 _TOOL = re.compile(
     r"(?:<tool_call>|<function=|<\|?tool_call\|?>|\[TOOL_CALLS\])?\s*\[?\{\s*\"(?:name|tool|function|action|tool_name)\"\s*:"
-    r".*\"(?:arguments|parameters|args|input|action_input|tool_input)\".*|(?:Action|Tool)(?: call| Input)?:\s*\S.*"
+    r".*\"(?:arguments|parameters|args|input|action_input|tool_input)\".*|(?:Action|Tool)(?: call|"
+    r" Input)?:\s*\S.*"
     r"|(?:→|⏺|●)\s*\w+\(.*\)",
     re.IGNORECASE,
 )
@@ -237,13 +263,17 @@ def detect_few_words(view: TextView) -> Detection | None:
             continue
         matches = list(_ANY_WORD.finditer(line.group()))
         words = [m.group().lower() for m in matches]
-        index = next(iter(np.flatnonzero(distinct_in_windows(words, WINDOW) <= MAX_DISTINCT).tolist()), None)
+        index = next(
+            iter(np.flatnonzero(distinct_in_windows(words, WINDOW) <= MAX_DISTINCT).tolist()), None
+        )
         if index is None:
             continue
         start, end = matches[index].start(), matches[index + WINDOW - 1].end()
         passage = line.group()[start:end]
         marks = sum(not c.isalnum() and not c.isspace() for c in passage)
-        if marks > LINE_MARKS * len(passage) or sum(map(str.isalpha, passage)) < LINE_LETTERS * len(passage):
+        if marks > LINE_MARKS * len(passage) or sum(map(str.isalpha, passage)) < LINE_LETTERS * len(
+            passage
+        ):
             continue  # code, a table, a list of numbers
         window = Counter(words[index : index + WINDOW])
         used = [word for word, _ in window.most_common(6)]
@@ -284,7 +314,9 @@ def detect_rotation(view: TextView) -> Detection | None:
 
 
 def detect_like_calls(view: TextView) -> Detection | None:
-    """Lines of the same few calls in turn, up to the end of the text: a loop, since no plan asks the same so often."""
+    """Lines of the same few calls in turn, up to the end of the text: a loop, since no plan asks
+    the same so often.
+    """
     if same := _same_blocks(view):
         return same
     if "(" not in view.text and "{" not in view.text and ":" not in view.text:
@@ -296,7 +328,11 @@ def detect_like_calls(view: TextView) -> Detection | None:
         calls = _calls_at_end(view, pattern)
         names = {m.group().strip() for m in calls}
         if len(calls) >= least and len(names) * turns <= len(calls) and len(names) > 1:
-            evidence = {"calls": len(calls), "distinct": len(names), "call": quote(next(iter(names)))}
+            evidence = {
+                "calls": len(calls),
+                "distinct": len(names),
+                "call": quote(next(iter(names))),
+            }
             return Detection("repeated_tool_call", calls[0].start(), view.visible_end, evidence)
     return None
 
@@ -315,7 +351,9 @@ def _same_blocks(view: TextView) -> Detection | None:
 
 
 def _calls_at_end(view: TextView, pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    """The calls at the end of the text, with no more other lines than calls between them; the last may break off."""
+    """The calls at the end of the text, with no more other lines than calls between them; the last
+    may break off.
+    """
     calls: list[re.Match[str]] = []
     others = 0
     for line in reversed([m for m in _LINE.finditer(view.text) if m.group().strip()]):
@@ -329,7 +367,9 @@ def _calls_at_end(view: TextView, pattern: re.Pattern[str]) -> list[re.Match[str
 
 
 def repeated_call(calls: Sequence[tuple[str, str]]) -> Detection | None:
-    """Of the tool calls of one message, three identical ones in a row, or a few that take turns three times."""
+    """Of the tool calls of one message, three identical ones in a row, or a few that take turns
+    three times.
+    """
     for index in range(len(calls) - 2):
         if calls[index] == calls[index + 1] == calls[index + 2]:
             break

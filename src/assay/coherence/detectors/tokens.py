@@ -1,8 +1,10 @@
-"""Tokens that no reader should see: padding, reserved and turn markers, tags of reasoning, broken bytes.
+"""Tokens that no reader should see: padding, reserved and turn markers, tags of reasoning, broken
+bytes.
 
-A text may speak of such tokens. What stands in code, in quotes or in an indented block does not count, and neither
-does a token that a sentence or a list *names*: it stands where a noun would, in a text about tokens. A single
-end-of-text marker at the very end is a setting of the server (`skip_special_tokens`), not a broken model.
+A text may speak of such tokens. What stands in code, in quotes or in an indented block does not
+count, and neither does a token that a sentence or a list *names*: it stands where a noun would, in
+a text about tokens. A single end-of-text marker at the very end is a setting of the server
+(`skip_special_tokens`), not a broken model.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from itertools import pairwise
 from assay.coherence.text import Detection, Spans, TextView
 
 _SPECIAL = re.compile(
-    r"<\|[A-Za-z][\w./ -]{0,40}\|>|<\|[a-z_]{2,30}>|<[a-z_]{2,30}\|>"  # <|im_start|>, <|turn>, <turn|>
+    # <|im_start|>, <|turn>, <turn|>
+    r"<\|[A-Za-z][\w./ -]{0,40}\|>|<\|[a-z_]{2,30}>|<[a-z_]{2,30}\|>"
     r"|<｜[^｜\n]{1,40}｜>"  # DeepSeek's full-width bars
     r"|\[(?:PAD|UNK|CLS|SEP|MASK|BOS|EOS|/?INST|/?THINK|/?(?:TOOL_(?:CALLS|RESULTS)|AVAILABLE_TOOLS))\]"
-    r"|(?<![\w\])])\[(?:unused|control|reserved|special|SPECIAL|CONTROL)_?\d+\]"  # after a word it is an index
+    # after a word it is an index
+    r"|(?<![\w\])])\[(?:unused|control|reserved|special|SPECIAL|CONTROL)_?\d+\]"
     r"|\[(?:unused|control|reserved|special|SPECIAL|CONTROL)_\d\d+\]|\[\|[a-z]+\|\]"
     r"|<(?:unused|reserved|control|special|SPECIAL|extra_id|placeholder|TOKENS_UNUSED)_?\d+>"
     r"|<(?:pad|PAD|unk|UNK|bos|eos|mask|(?:start|end|begin)_of_[a-z]+|seed:[a-z_]+)>"
@@ -30,7 +34,9 @@ _TURN = re.compile(
     r"|<\|message|<\|call\|",
     re.IGNORECASE,
 )
-_FILLER = re.compile(r"pad|unk|unused|reserved|extra_id|mask|0x|control|special|placeholder|\u2047", re.IGNORECASE)
+_FILLER = re.compile(
+    r"pad|unk|unused|reserved|extra_id|mask|0x|control|special|placeholder|\u2047", re.IGNORECASE
+)
 _NUMBERED = re.compile(r"(?:unused|reserved|control|special|placeholder)", re.IGNORECASE)
 """Slots that nothing was trained on: one is enough, whereas `<unk>` may stand for a word."""
 _PLAIN = re.compile(r"</?(?:s|think|tool_call|tool_response)>", re.IGNORECASE)
@@ -38,21 +44,27 @@ _CODE_SPAN = re.compile(r"`[^`\n]*`|\"[^\"\n]{0,40}\"|'[^'\n]{0,40}'|“[^”\n]
 
 # Named, not leaked: where a noun stands, in a text that speaks of tokens.
 _NOUN_BEFORE = re.compile(
-    r"(?:(?:[^\W_]|[,;:–—-]|``)[ \t]+(?:and |or )?|[(/|=\u3000-\u9fff][ \t]*|^[ \t]*(?:(?:[-*•|>]|\d+[.)])[ \t]*)?)\Z"
+    r"(?:(?:[^\W_]|[,;:–—-]|``)[ \t]+(?:and |or )?|[(/|=\u3000-\u9fff][ \t]*|^["
+    r" \t]*(?:(?:[-*•|>]|\d+[.)])[ \t]*)?)\Z"
 )
 _NOUN_AFTER = re.compile(
-    r"(?:user|assistant|system|model)?[ \t]+(?:[a-zà-ÿ0-9(=|–—-]|[^\x00-\u02ff])|[,;:)/\u3000-\u9fff]|[.!?](?:\s|\Z)|'s\b|[ \t]*\|[ \t]"
+    r"(?:user|assistant|system|model)?["
+    r" \t]+(?:[a-zà-ÿ0-9(=|–—-]|[^\x00-\u02ff])|[,;:)/\u3000-\u9fff]|[.!?](?:\s|\Z)|'s\b|["
+    r" \t]*\|[ \t]"
 )
 _GLUED = re.compile(
     rf"(?:{_SPECIAL.pattern})(?:(?:analysis|commentary|final|user|assistant|system|model|tool)?(?:{_SPECIAL.pattern}))+"
 )
 """Tokens that are shown as they follow one another: `<|channel|>analysis<|message|>`."""
-_LISTED = re.compile(rf"(?:{_SPECIAL.pattern})(?:, (?:and |or )?| (?:and|or|und|et|y|i|&) )(?:{_SPECIAL.pattern})")
+_LISTED = re.compile(
+    rf"(?:{_SPECIAL.pattern})(?:, (?:and |or )?| (?:and|or|und|et|y|i|&) )(?:{_SPECIAL.pattern})"
+)
 """Tokens in an enumeration are the subject by themselves."""
 _ENDS_LINE = re.compile(r"[ \t]*(?:\n|\Z)")
 _ANNOUNCED = re.compile(r"(?:[:=|(]|\b(?:is|are|by|token|called|with|or|and|ist|est|es))[ \t]*\Z")
 _SUBJECT = re.compile(
-    r"token|vocab|template|marker|marks?\b(?: |ed)|delimiter|placeholder|separator|padding|tag\b|tags\b|special|reserved|embedding|BERT|EOS|BOS"
+    r"token|vocab|template|marker|marks?\b(?:"
+    r" |ed)|delimiter|placeholder|separator|padding|tag\b|tags\b|special|reserved|embedding|BERT|EOS|BOS"
     r"|chatml|prompt|harmony|jeton|marcador|marqueur|токен|词元|标记|令牌|トークン|토큰",
     re.IGNORECASE,
 )
@@ -61,7 +73,9 @@ ABOUT = 300
 OFTEN = 30
 """A token that comes so often is not named."""
 _INDENTED = re.compile(
-    r"^(?![ \t])[^\n]+\n(?:[ \t]*\n)+((?:(?: {4,}|\t)[^\n]*(?:\n|\Z)|[ \t]*\n)+)|((?:^> ?[^\n]*(?:\n|\Z))+)", re.M
+    r"^(?![ \t])[^\n]+\n(?:[ \t]*\n)+((?:(?: {4,}|\t)[^\n]*(?:\n|\Z)|[ \t]*\n)+)|((?:^>"
+    r" ?[^\n]*(?:\n|\Z))+)",
+    re.M,
 )
 _INTRODUCED = re.compile(r"^([^\n]{1,400}):[ \t]*\n+([<\[][^\n]+(?:\n[^\n]+)*)", re.MULTILINE)
 
@@ -80,7 +94,9 @@ _BYTE_LEVEL = re.compile(r"[A-Za-z][Ġ▁][A-Za-z]|Ċ")
 
 
 def detect_special_tokens(view: TextView) -> Detection | None:
-    """The first leak of special tokens, of turns without their marks, or of a tokenizer's internal marks."""
+    """The first leak of special tokens, of turns without their marks, or of a tokenizer's internal
+    marks.
+    """
     found = [d for d in (_leak(view), _roles(view), _byte_level(view)) if d]
     return min(found, key=lambda d: d.onset_char, default=None)
 
@@ -99,7 +115,11 @@ def _leak(view: TextView) -> Detection | None:
         return flood
     if tag := _closing_tag(view, marks):
         return tag
-    alone = marks and not _SPECIAL.sub("", text).strip() and marks[0].group() not in ("<think>", "</think>")
+    alone = (
+        marks
+        and not _SPECIAL.sub("", text).strip()
+        and marks[0].group() not in ("<think>", "</think>")
+    )
     if alone or (marks and marks[0].group() == "<s>" and not text[: marks[0].start()].strip()):
         return _found("special_token_leak", marks)
     marks = [m for m in marks if not _PLAIN.fullmatch(m.group())]
@@ -108,7 +128,8 @@ def _leak(view: TextView) -> Detection | None:
     leaks = [
         m
         for m in marks
-        if often[m.group()] > OFTEN or not (_named(text, m) or (m.group() in spoken and _in_sentence(text, m)))
+        if often[m.group()] > OFTEN
+        or not (_named(text, m) or (m.group() in spoken and _in_sentence(text, m)))
     ]
     turns = [m for m in leaks if _TURN.search(m.group())]
     if turns:
@@ -119,13 +140,17 @@ def _leak(view: TextView) -> Detection | None:
     if fillers and len(text) < 40 * len(fillers):
         return _found("special_token_leak", fillers)
     ends = [m for m in leaks if m not in fillers]
-    if len(ends) >= 2 or (ends and ends[0].end() < view.visible_end and text[ends[0].end() :].strip()):
+    if len(ends) >= 2 or (
+        ends and ends[0].end() < view.visible_end and text[ends[0].end() :].strip()
+    ):
         return _found("special_token_leak", ends)
     return None
 
 
 def _named(text: str, mark: re.Match[str]) -> bool:
-    """Whether a sentence, a list or a table names the token: a noun's place, in a text about tokens."""
+    """Whether a sentence, a list or a table names the token: a noun's place, in a text about
+    tokens.
+    """
     line = text.rfind("\n", max(0, mark.start() - ABOUT), mark.start()) + 1
     rows = _GLUED.finditer(text, max(line, mark.start() - ABOUT), mark.end() + ABOUT)
     start, end = next((m.span() for m in rows if m.start() <= mark.start() < m.end()), mark.span())
@@ -139,17 +164,23 @@ def _named(text: str, mark: re.Match[str]) -> bool:
 
 
 def _in_sentence(text: str, mark: re.Match[str]) -> bool:
-    """Whether words stand before the token on its line: there a token that the text has named is shown in its place."""
+    """Whether words stand before the token on its line: there a token that the text has named is
+    shown in its place.
+    """
     line = _SPECIAL.sub("", text[text.rfind("\n", 0, mark.start()) + 1 : mark.start()])
     return len(re.findall(r"\w+", line)) >= 2
 
 
 def _quoted(view: TextView) -> Spans:
-    """What a text shows and does not say: code, quotations, indented blocks, and those that a line about tokens introduces."""
+    """What a text shows and does not say: code, quotations, indented blocks, and those that a line
+    about tokens introduces.
+    """
     text = view.text
     spans = [*view.fences, *(m.span() for m in _CODE_SPAN.finditer(text))]
     spans += [m.span(1) if m.group(1) else m.span(2) for m in _INDENTED.finditer(text)]
-    introduced = (m for m in _INTRODUCED.finditer(text) if _SUBJECT.search(_SPECIAL.sub("", m.group(1))))
+    introduced = (
+        m for m in _INTRODUCED.finditer(text) if _SUBJECT.search(_SPECIAL.sub("", m.group(1)))
+    )
     return Spans([*spans, *(m.span(2) for m in introduced)])
 
 
@@ -162,7 +193,9 @@ def _closing_tag(view: TextView, marks: list[re.Match[str]]) -> Detection | None
 
 
 def _longest_row(view: TextView, marks: list[re.Match[str]]) -> Detection | None:
-    """Five special tokens in a row, blanks between them or not, or three equal ones without a blank."""
+    """Five special tokens in a row, blanks between them or not, or three equal ones without a
+    blank.
+    """
     row: list[re.Match[str]] = []
     for mark in marks:
         if row and view.text[row[-1].end() : mark.start()].strip():
@@ -181,14 +214,19 @@ def _longest_row(view: TextView, marks: list[re.Match[str]]) -> Detection | None
 
 
 def _roles(view: TextView) -> Detection | None:
-    """Turns whose marks were stripped: `analysis…assistantfinal`, a role glued to a sentence, lines of roles alone."""
+    """Turns whose marks were stripped: `analysis…assistantfinal`, a role glued to a sentence, lines
+    of roles alone.
+    """
     text = view.text
     words = ("assistant", "analysis", "commentary", "user", "User:", "Human:", "USER:", "functions")
     if not any(word in text for word in words):
         return None
     if turns := _labelled_turns(view):
         return _found("template_leak", turns)
-    marks, lines = [*_HARMONY.finditer(text), *_GLUED_ROLE.finditer(text)], list(_ROLE_LINE.finditer(text))
+    marks, lines = (
+        [*_HARMONY.finditer(text), *_GLUED_ROLE.finditer(text)],
+        list(_ROLE_LINE.finditer(text)),
+    )
     if not marks and len(lines) < MIN_ROLE_LINES:
         return None
     quoted = _quoted(view)
@@ -197,20 +235,27 @@ def _roles(view: TextView) -> Detection | None:
         return _found("template_leak", marks)
     lines = [m for m in lines if m.start() not in quoted]
     # A list of role names has nothing between them; turns have, and take turns.
-    turns = [m for i, m in enumerate(lines) if i == 0 or text[lines[i - 1].end() : m.start()].strip()]
+    turns = [
+        m for i, m in enumerate(lines) if i == 0 or text[lines[i - 1].end() : m.start()].strip()
+    ]
     if len(turns) >= MIN_ROLE_LINES and {"user"} < {m.group(1) for m in turns}:
         return _found("template_leak", turns)
     return None
 
 
-_LABEL = re.compile(r"^(?:### ?)?(?:(User|Human|USER)|(Assistant|AI|ASSISTANT|Bot)): ?(?=\S)", re.MULTILINE)
+_LABEL = re.compile(
+    r"^(?:### ?)?(?:(User|Human|USER)|(Assistant|AI|ASSISTANT|Bot)): ?(?=\S)", re.MULTILINE
+)
 _DIALOGUE = re.compile(
-    r"dialog|convers|transcript|interview|example|script|chat|scene|exchange|role|prompt|log\b|sample", re.IGNORECASE
+    r"dialog|convers|transcript|interview|example|script|chat|scene|exchange|role|prompt|log\b|sample",
+    re.IGNORECASE,
 )
 
 
 def _labelled_turns(view: TextView) -> list[re.Match[str]]:
-    """`User: …` and `Assistant: …` in turns after an answer that is none of them, and that announces no dialogue."""
+    """`User: …` and `Assistant: …` in turns after an answer that is none of them, and that
+    announces no dialogue.
+    """
     marks = list(_LABEL.finditer(view.text))
     if (
         len(marks) < MIN_ROLE_LINES
@@ -243,8 +288,8 @@ def _found(kind: str, marks: list[re.Match[str]]) -> Detection:
     return Detection(kind, marks[0].start(), marks[-1].end(), evidence)
 
 
-# Characters that stand for broken bytes name a decoding fault (the bytes of one character split over tokens or chunks),
-# not always a broken model.
+# Characters that stand for broken bytes name a decoding fault (the bytes of one character split
+# over tokens or chunks), not always a broken model.
 _BROKEN = re.compile("\ufffd+")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f]")
 _LONE = re.compile("[\ud800-\udfff]")

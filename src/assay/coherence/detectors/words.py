@@ -1,4 +1,6 @@
-"""Words that no writer puts so: numbers glued to them, names without end, other scripts, rows without grammar."""
+"""Words that no writer puts so: numbers glued to them, names without end, other scripts, rows
+without grammar.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from assay.coherence.text import (
 # Digit salad: numbers glued to the words of a sentence, or lone digits strewn over blank lines.
 
 _GLUED = re.compile(
-    r"\b(?:the|and|but|so|this|that|of|with|was|are|have|we|you|they|it|is|think|which)\d+", re.IGNORECASE
+    r"\b(?:the|and|but|so|this|that|of|with|was|are|have|we|you|they|it|is|think|which)\d+",
+    re.IGNORECASE,
 )
 _LETTER_DIGIT = re.compile(r"(?<=[A-Za-z])\d")
 _GAP = re.compile(r"\n[ \t]*\n[ \t]*\n\s*")
@@ -35,14 +38,22 @@ MIN_GLUED = 3
 def detect_digits(view: TextView) -> Detection | None:
     """The first of several numbers where no number belongs."""
     glued = list(_glued(view.text))
-    # In code such names exist (`is1`, `this2`); there they repeat, and words do not stand around them.
+    # In code such names exist (`is1`, `this2`); there they repeat, and words do not stand around
+    # them.
     if len({m.group().lower() for m in glued}) >= MIN_GLUED and len(glued) * 300 > len(view.text):
-        return Detection("digit_salad", glued[0].start(), glued[-1].end(), {"glued": [m.group() for m in glued[:5]]})
+        return Detection(
+            "digit_salad",
+            glued[0].start(),
+            glued[-1].end(),
+            {"glued": [m.group() for m in glued[:5]]},
+        )
     return _strewn(view)
 
 
 def _glued(text: str) -> Iterator[re.Match[str]]:
-    """Numbers glued to a common word. Digits that follow a letter are rare, so they are looked for first."""
+    """Numbers glued to a common word. Digits that follow a letter are rare, so they are looked for
+    first.
+    """
     for digit in _LETTER_DIGIT.finditer(text):
         for length in range(2, 6):
             if match := _GLUED.match(text, max(0, digit.start() - length)):
@@ -51,19 +62,26 @@ def _glued(text: str) -> Iterator[re.Match[str]]:
 
 
 def _strewn(view: TextView) -> Detection | None:
-    """Three gaps of two blank lines and more, of different heights, with hardly a letter between them."""
+    """Three gaps of two blank lines and more, of different heights, with hardly a letter between
+    them.
+    """
     text = view.text[: view.visible_end]
     gaps = [m.span() for m in _GAP.finditer(text)]
     if len(gaps) < 3:
         return None
     between = "".join(text[a[1] : b[0]] for a, b in itertools.pairwise(gaps))
     heights = {text[a:b].count("\n") for a, b in gaps}
-    if len(heights) < 2 or len(between) > 20 * len(gaps) or sum(c.isalpha() for c in between) > len(gaps):
+    if (
+        len(heights) < 2
+        or len(between) > 20 * len(gaps)
+        or sum(c.isalpha() for c in between) > len(gaps)
+    ):
         return None
     return Detection("digit_salad", gaps[0][0], len(text), {"gaps": len(gaps)})
 
 
-# Identifier soup: one name that never ends, words glued with underscores, capitals or nothing at all.
+# Identifier soup: one name that never ends, words glued with underscores, capitals or nothing at
+# all.
 
 MIN_PARTS = 20
 MIN_GLUED_NAMES = 160
@@ -89,14 +107,21 @@ def detect_identifiers(view: TextView) -> Detection | None:
             or (glued is not None and len(set(glued.group())) >= 12)
         )
         if soup:
-            return Detection("identifier_soup", match.start(), match.end(), {"length": len(name), "name": quote(name)})
+            return Detection(
+                "identifier_soup",
+                match.start(),
+                match.end(),
+                {"length": len(name), "name": quote(name)},
+            )
     return None
 
 
-# Thesaurus drift: a long row of real words with no grammar between them, each a neighbour of the last.
+# Thesaurus drift: a long row of real words with no grammar between them, each a neighbour of the
+# last.
 #
-# No word repeats and every word is real, so neither repetition nor spelling shows it. What is missing does: over forty
-# words of English without a mark, a line break, a number and hardly a function word are no sentence.
+# No word repeats and every word is real, so neither repetition nor spelling shows it. What is
+# missing does: over forty words of English without a mark, a line break, a number and hardly a
+# function word are no sentence.
 
 MIN_WORDS = 40
 MAX_FUNCTION = 0.05
@@ -104,7 +129,9 @@ MIN_KNOWN = 0.85
 MIN_DISTINCT = 0.6
 _ROW = re.compile("[a-zA-Z ]+")
 MIN_ROW = 3 * MIN_WORDS
-"""Code points of a row that is looked at; asked after the match, since the pattern would scan short rows again and again."""
+"""Code points of a row that is looked at; asked after the match, since the pattern would scan short
+rows again and again.
+"""
 
 _WORD = re.compile("[a-zA-Z]+")
 
@@ -130,7 +157,9 @@ def detect_drift(view: TextView) -> Detection | None:
         )
         if len(drift):
             onset = row.start() + spans[drift[0]][0]
-            return Detection("thesaurus_drift", onset, row.end(), {"words": len(words) - int(drift[0])})
+            return Detection(
+                "thesaurus_drift", onset, row.end(), {"words": len(words) - int(drift[0])}
+            )
     return None
 
 
@@ -140,17 +169,22 @@ def _in_windows(flags: Sequence[bool] | NDArray[np.bool_], window: int) -> NDArr
     return counts[window:] - counts[:-window]
 
 
-# Strays: short pieces of other scripts in the middle of sentences, where no quotation and no gloss asks for them.
+# Strays: short pieces of other scripts in the middle of sentences, where no quotation and no gloss
+# asks for them.
 
 NEAR, FAR = 1000, 2000
-"""Code points among which so many strays must stand: in one script, glued to other letters, or of several scripts."""
+"""Code points among which so many strays must stand: in one script, glued to other letters, or of
+several scripts.
+"""
 MANY, SOME, FEW_GLUED = 8, 5, 3
 BESIDE = 80
 """Code points beside strays of several scripts in which a text names their languages."""
 MAX_STRAY = 8
 """Code points of a stray: longer pieces are passages of another language."""
 BASE_SHARE, BILINGUAL = 0.7, 0.3
-"""Share of the letters that one script has of a text, and that others have of a line which is of two scripts by right."""
+"""Share of the letters that one script has of a text, and that others have of a line which is of
+two scripts by right.
+"""
 _OPENING = frozenset("([{（「『《“\"'«‘`/:=—–-|：＝·•*")
 _CLOSING = frozenset(")]}）」』》”\"'»’`/:=—–|：＝*")
 _OF_LANGUAGE = re.compile(
@@ -184,11 +218,18 @@ def detect_strays(view: TextView) -> Detection | None:
             piece = strays[first : first + size]
             if piece[-1][0] - piece[0][0] <= reach and enough(view, piece, base):
                 shown = [view.text[a:b] for a, b, _, _ in piece]
-                return Detection("mixed_scripts", piece[0][0], strays[-1][1], {"strays": shown, "count": len(strays)})
+                return Detection(
+                    "mixed_scripts",
+                    piece[0][0],
+                    strays[-1][1],
+                    {"strays": shown, "count": len(strays)},
+                )
     return None
 
 
-def _several_scripts(view: TextView, piece: Sequence[tuple[int, int, int, bool]], base: int) -> bool:
+def _several_scripts(
+    view: TextView, piece: Sequence[tuple[int, int, int, bool]], base: int
+) -> bool:
     scripts = len({script for _, _, script, _ in piece})
     glued = sum(glued for _, _, _, glued in piece)
     around = view.text[max(0, piece[0][0] - BESIDE) : piece[-1][1] + BESIDE].casefold()
@@ -205,25 +246,42 @@ def _unaccounted(view: TextView, piece: Sequence[tuple[int, int, int, bool]], ba
     return base == LATIN and _OF_LANGUAGE.search(around) is None
 
 
-def _strays(view: TextView, group: NDArray[np.int64], base: int) -> Iterator[tuple[int, int, int, bool]]:
-    """Start, end, script, and whether it is glued to another letter, of each short piece of another script."""
+def _strays(
+    view: TextView, group: NDArray[np.int64], base: int
+) -> Iterator[tuple[int, int, int, bool]]:
+    """Start, end, script, and whether it is glued to another letter, of each short piece of another
+    script.
+    """
     text = view.text
     other = (group >= 0) & (group != base) & (group != LATIN)
     letters, others = running_count(group >= 0), running_count(other)
     spans: list[list[int]] = []
     for start, end in zip(*(edges.tolist() for edges in true_stretches(other)), strict=True):
-        if spans and _one_phrase(text[spans[-1][1] : min(start, spans[-1][1] + MAX_STRAY)], start - spans[-1][1]):
+        if spans and _one_phrase(
+            text[spans[-1][1] : min(start, spans[-1][1] + MAX_STRAY)], start - spans[-1][1]
+        ):
             spans[-1][1] = end
         else:
             spans.append([start, end])
     fences = Spans(view.fences)
     for start, end in spans:
-        before, after = text[max(0, start - 2) : start].rstrip()[-1:], text[end : end + 2].lstrip()[:1]
+        before, after = (
+            text[max(0, start - 2) : start].rstrip()[-1:],
+            text[end : end + 2].lstrip()[:1],
+        )
         symbol = end - start <= 2 and int(group[start]) in (GREEK, OTHER)  # of a formula
-        if end - start > MAX_STRAY or symbol or before in _OPENING or after in _CLOSING or start in fences:
+        if (
+            end - start > MAX_STRAY
+            or symbol
+            or before in _OPENING
+            or after in _CLOSING
+            or start in fences
+        ):
             continue
         a, b = view.line_at(start)
-        if "|" not in text[a : min(b, a + NEAR)] and others[b] - others[a] < BILINGUAL * (letters[b] - letters[a]):
+        if "|" not in text[a : min(b, a + NEAR)] and others[b] - others[a] < BILINGUAL * (
+            letters[b] - letters[a]
+        ):
             glued = (start > 0 and group[start - 1] >= 0) or (end < len(text) and group[end] >= 0)
             yield start, end, int(group[start]), bool(glued)
 
@@ -237,7 +295,9 @@ LATIN, GREEK, OTHER = 0, 2, 9
 
 @cache
 def _script_of_class() -> NDArray[np.int64]:
-    """The script of each character class: Latin 0, Cyrillic 1, Greek 2, Chinese and Japanese 3, and so on; −1 for no letter."""
+    """The script of each character class: Latin 0, Cyrillic 1, Greek 2, Chinese and Japanese 3, and
+    so on; −1 for no letter.
+    """
     script = np.full(language.CLASSES, -1)
     script[[language.LOWER, language.UPPER, language.LOWER_LATIN, language.UPPER_LATIN]] = LATIN
     # cyrillic, greek, cjk, hiragana, katakana, hangul, thai, arabic, hebrew, devanagari, other
@@ -246,14 +306,21 @@ def _script_of_class() -> NDArray[np.int64]:
     return script
 
 
-# Loose words: English words side by side that English never puts side by side, hardly a function word between them.
+# Loose words: English words side by side that English never puts side by side, hardly a function
+# word between them.
 
 LOOSE_WINDOW, LOOSE_PAIRS, KNOWN_PAIRS = 64, 14, 0.07
-"""Tokens of a window, pairs of known lower-case words in it, and the share of these that a salad may share with English."""
+"""Tokens of a window, pairs of known lower-case words in it, and the share of these that a salad
+may share with English.
+"""
 LOOSE_FUNCTION, LOOSE_KNOWN, LOOSE_BREAKS = 0.2, 0.80, 0.15
-"""At most so many function words, at least so many known ones among the long words, and at most so many line breaks."""
+"""At most so many function words, at least so many known ones among the long words, and at most so
+many line breaks.
+"""
 MIXED_PAIRS, MIXED_LOWER, MIXED_KNOWN = 18, 5, 0.07
-"""The same where names and capitals stand between: pairs of known words, lower-case ones of them, and the shared ones."""
+"""The same where names and capitals stand between: pairs of known words, lower-case ones of them,
+and the shared ones.
+"""
 LONG_WORD = 5
 _LIST_ITEM = re.compile(r"^[ \t]*(?:[•|]|(?:[-*+]|\d+[.):]?)(?=\s)).*$", re.MULTILINE)
 
@@ -286,7 +353,9 @@ def detect_loose_words(view: TextView) -> Detection | None:
     shared = either & language.is_in(keys, language.tables().pairs)
     breaks = np.append(view.codes[ends[:-1]] == ord("\n"), False)
     window = min(LOOSE_WINDOW, total)
-    n, k, m, j = (_in_windows(flags, window - 1) for flags in (pairs, pairs & shared, either, shared))
+    n, k, m, j = (
+        _in_windows(flags, window - 1) for flags in (pairs, pairs & shared, either, shared)
+    )
     words, functions, longs, known_longs, lines = (
         _in_windows(flags, window) for flags in (latin, function, long, long & known, breaks)
     )

@@ -1,8 +1,10 @@
-"""The KV cache of a model of transformers, in the type that its engine was asked for, and an attention that reads it fast.
+"""The KV cache of a model of transformers, in the type that its engine was asked for, and an
+attention that reads it fast.
 
-Keys and values are rounded once, when they come, are held in the narrow type, and are cast back when attention reads
-them, with a scale of 1. Every token reads what the cache holds, itself and the tokens of its own block included: so do
-the kernels of vLLM, prefill too, which write to the cache first.
+Keys and values are rounded once, when they come, are held in the narrow type, and are cast back
+when attention reads them, with a scale of 1. Every token reads what the cache holds, itself and the
+tokens of its own block included: so do the kernels of vLLM, prefill too, which write to the cache
+first.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _KINDS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """Keyword arguments that hand `cache` to `model`, named `cache` from transformers 5.24 on, before `past_key_values`."""
+    """Keyword arguments that hand `cache` to `model`, named `cache` from transformers 5.24 on,
+    before `past_key_values`.
+    """
     name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
     return {name: cache}
 
@@ -41,11 +45,13 @@ def fp8_dtype(form: Format) -> torch.dtype:
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x` (float32 or narrower, any shape) in a floating type, each value the nearest there is, ties to even.
+    """`x` (float32 or narrower, any shape) in a floating type, each value the nearest there is,
+    ties to even.
 
-    8-bit floats saturate: what lies beyond the largest value, infinities too, becomes that value, and NaN stays NaN. So
-    does NVIDIA's conversion with `__NV_SATFINITE`. Without the bound torch would make infinities of them in e5m2, and NaN
-    or 448 in e4m3, as its release has it. Other types are a plain cast, as float16 is anywhere: 70,000 is infinite.
+    8-bit floats saturate: what lies beyond the largest value, infinities too, becomes that value,
+    and NaN stays NaN. So does NVIDIA's conversion with `__NV_SATFINITE`. Without the bound torch
+    would make infinities of them in e5m2, and NaN or 448 in e4m3, as its release has it. Other
+    types are a plain cast, as float16 is anywhere: 70,000 is infinite.
     """
     if dtype.itemsize > 1:
         return x.to(dtype)
@@ -56,7 +62,8 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def widen(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x`, any floating type, in a wider one, exactly.
 
-    8-bit floats on a CPU go through a table of their 256 values, which takes a quarter of the time of torch's cast.
+    8-bit floats on a CPU go through a table of their 256 values, which takes a quarter of the time
+    of torch's cast.
     """
     if x.dtype.itemsize > 1 or x.device.type != "cpu":
         return x.to(dtype)
@@ -65,10 +72,11 @@ def widen(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def set_cache_dtype(model: Any, name: str) -> None:
-    """Make `new_cache` hold keys and values of `model` in `kv_cache_dtype=name` (see `KV_CACHE_DTYPES`).
+    """Make `new_cache` hold keys and values of `model` in `kv_cache_dtype=name` (see
+    `KV_CACHE_DTYPES`).
 
-    It is noted on the model, which is all that hooks and tools have of an engine. AssayError for a model that keeps
-    more than keys and values.
+    It is noted on the model, which is all that hooks and tools have of an engine. AssayError for a
+    model that keeps more than keys and values.
     """
     if name == "auto":
         model.assay_cache_dtype = None
@@ -76,9 +84,13 @@ def set_cache_dtype(model: Any, name: str) -> None:
     kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
     if other := sorted(kinds - _KINDS):
         raise AssayError(
-            f"kv_cache_dtype={name} cannot be had with {type(model).__name__}, whose cache has layers of the kind {other[0]}",
+            f"kv_cache_dtype={name} cannot be had with {type(model).__name__}, whose cache has"
+            f" layers of the kind {other[0]}",
             finding_id="fidelity.engine_load",
-            remedy="leave kv_cache_dtype out: it takes models whose every layer is full or sliding attention",
+            remedy=(
+                "leave kv_cache_dtype out: it takes models whose every layer is full or sliding"
+                " attention"
+            ),
         )
     model.assay_cache_dtype = {
         "bfloat16": torch.bfloat16,
@@ -121,7 +133,9 @@ def _narrow(base: type) -> type:
 
 
 def token_bytes(model: Any) -> int | None:
-    """Bytes of keys and values of one token in all layers, None where the configuration does not say."""
+    """Bytes of keys and values of one token in all layers, None where the configuration does not
+    say.
+    """
     config = model.config.get_text_config()
     query_heads = getattr(config, "num_attention_heads", None)
     if not query_heads:
@@ -132,11 +146,13 @@ def token_bytes(model: Any) -> int | None:
 
 
 ATTENTION = "assay"
-"""`?attention=assay`: one new token reads the cache without a copy of keys and values for every query head.
+"""`?attention=assay`: one new token reads the cache without a copy of keys and values for every
+query head.
 
-transformers' `sdpa` copies them where there is a mask or torch's kernel takes no groups, which on a CPU costs more than the
-attention itself. Here the query heads of a group share their keys in one matrix product, and the softmax is in float32; more
-than one new token is transformers' own `sdpa`. What it differs by and saves: benchmarks/results/hf_attention.md.
+transformers' `sdpa` copies them where there is a mask or torch's kernel takes no groups, which on a
+CPU costs more than the attention itself. Here the query heads of a group share their keys in one
+matrix product, and the softmax is in float32; more than one new token is transformers' own `sdpa`.
+What it differs by and saves: benchmarks/results/hf_attention.md.
 """
 
 
@@ -159,7 +175,8 @@ def one_token_attention(
 ) -> tuple[Any, None]:
     """Softmax(q kᵀ · scaling) v in the calling convention of transformers.
 
-    `query` (B, H, Q, D), `key` and `value` (B, G, T, D) with H a multiple of G; returns (B, Q, H, D).
+    `query` (B, H, Q, D), `key` and `value` (B, G, T, D) with H a multiple of G; returns (B, Q, H,
+    D).
     """
     batch, heads, new, width = query.shape
     if new != 1:
@@ -172,6 +189,8 @@ def one_token_attention(
     scores = grouped @ key.transpose(2, 3) * (width**-0.5 if scaling is None else scaling)
     if attention_mask is not None:
         mask = attention_mask[..., : key.shape[2]]
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        )
     shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     return (shares @ value).reshape(batch, 1, heads, width), None

@@ -43,7 +43,14 @@ from assay.engines.hf.cache import (
     token_bytes,
     with_cache,
 )
-from assay.engines.machine import Batches, choose_device, give_back, memory_error, out_of_memory, use_threads
+from assay.engines.machine import (
+    Batches,
+    choose_device,
+    give_back,
+    memory_error,
+    out_of_memory,
+    use_threads,
+)
 from assay.engines.specs import HfSpec, parse_spec, transform_weights, weight_bytes
 from assay.errors import AssayError, UsageError
 
@@ -52,7 +59,9 @@ MAX_ROWS = 48
 MAX_CACHED_TOKENS = 32_768
 """Bound on rows × longest row of one batch, in tokens: what the KV cache of the batch may hold."""
 PREFILL_CHUNK = 1024
-"""Prompt tokens of a row that one forward pass takes, so that activations stay small on long prompts."""
+"""Prompt tokens of a row that one forward pass takes, so that activations stay small on long
+prompts.
+"""
 _LOGITS_AT_ONCE = 2**25
 """Bound on tokens × vocabulary of the logits in memory (128 MiB as float32)."""
 _HEAD = 512
@@ -66,7 +75,10 @@ _PRESENT = (
     Capability.TOKEN_IDS_PROMPT,
     Capability.IGNORE_EOS,
 )
-_ABSENT = {Capability.STREAM: "a batch in this process answers in one piece", Capability.METRICS: "there is no server"}
+_ABSENT = {
+    Capability.STREAM: "a batch in this process answers in one piece",
+    Capability.METRICS: "there is no server",
+}
 
 HUB_S = 5.0
 """Seconds that the Hub has to answer before a model is looked for in its cache alone."""
@@ -75,7 +87,9 @@ HUB_S = 5.0
 class HfEngine:
     """One model in this process. Calls from several threads take turns."""
 
-    def __init__(self, spec: HfSpec, model: Any, tokenizer: Any, weight_bytes: int | None = None) -> None:
+    def __init__(
+        self, spec: HfSpec, model: Any, tokenizer: Any, weight_bytes: int | None = None
+    ) -> None:
         self.spec = spec
         self._model = model
         self._tokenizer = tokenizer
@@ -85,7 +99,9 @@ class HfEngine:
 
     @classmethod
     def load(cls, spec: str | HfSpec) -> HfEngine:
-        """Load `hf:PATH?dtype=…`; AssayError where transformers cannot read the checkpoint, or would run code of its own."""
+        """Load `hf:PATH?dtype=…`; AssayError where transformers cannot read the checkpoint, or
+        would run code of its own.
+        """
         spec = parse_spec(spec) if isinstance(spec, str) else spec
         require_local(f"hf:{spec.model}", spec.model)
         spec.refuse_what_is_not_there()
@@ -100,7 +116,9 @@ class HfEngine:
                     spec.model,
                     local_files_only=kept_only,
                     dtype="auto" if spec.dtype == "auto" else getattr(torch, spec.dtype),
-                    attn_implementation=register_attention() if spec.attention == ATTENTION else spec.attention,
+                    attn_implementation=(
+                        register_attention() if spec.attention == ATTENTION else spec.attention
+                    ),
                     output_loading_info=True,
                     trust_remote_code=False,
                     weights_only=True,
@@ -108,10 +126,14 @@ class HfEngine:
                 _refuse_made_up(spec.model, sorted(loading["missing_keys"]))
                 set_cache_dtype(model, spec.kv_cache_dtype)
                 model = _on_device(model.eval(), spec)
-                size = transform_weights(model, spec.weights) if spec.weights else weight_bytes(model)
+                size = (
+                    transform_weights(model, spec.weights) if spec.weights else weight_bytes(model)
+                )
         except AssayError:
             raise
-        except Exception as error:  # whatever a checkpoint of any kind makes transformers stumble over
+        except (
+            Exception
+        ) as error:  # whatever a checkpoint of any kind makes transformers stumble over
             raise _cannot_load(spec, error) from error
         return cls(spec, model, tokenizer, size)
 
@@ -163,11 +185,16 @@ class HfEngine:
         return self.generate_batch([request])[0]
 
     def generate_batch(
-        self, requests: Sequence[Request], on_done: Callable[[], None] = lambda: None, *, deadline: float = float("inf")
+        self,
+        requests: Sequence[Request],
+        on_done: Callable[[], None] = lambda: None,
+        *,
+        deadline: float = float("inf"),
     ) -> list[Reply]:
         """Answer all requests, in order; `on_done` is called once for each as its batch ends.
 
-        What is not written by `deadline` (of `time.monotonic`) ends there, with the finish reason `GIVEN_UP`.
+        What is not written by `deadline` (of `time.monotonic`) ends there, with the finish reason
+        `GIVEN_UP`.
         """
         prompts = [self._prompt_ids(request) for request in requests]
         replies: dict[int, Reply] = {}
@@ -194,7 +221,9 @@ class HfEngine:
         return self.generate(request)
 
     def score(self, source: str | tuple[int, ...]) -> TokenScores:
-        """Log-probabilities of the tokens of a text (with the tokenizer's own start token), or of given ids."""
+        """Log-probabilities of the tokens of a text (with the tokenizer's own start token), or of
+        given ids.
+        """
         text = source if isinstance(source, str) else None
         ids = tuple(map(int, self._tokenizer(text)["input_ids"] if text is not None else source))
         if not ids:
@@ -206,7 +235,9 @@ class HfEngine:
                 lambda row: memory_error(f"a text of {len(row):,} tokens", self._model.device),
             )
             logprobs = next(one)[1]
-        return TokenScores(logprobs, len(ids), len(text.encode()) if text is not None else None, ids)
+        return TokenScores(
+            logprobs, len(ids), len(text.encode()) if text is not None else None, ids
+        )
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """Token ids of a text, without special tokens added."""
@@ -221,7 +252,10 @@ class HfEngine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -271,14 +305,20 @@ class HfEngine:
         return lambda tokens: any(word in self._text(tokens) for word in stop)
 
     def _text(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     def _reply(self, row: Row, request: Request) -> Reply:
         text = self._text(row.tokens)
         cuts = [text.index(word) for word in request.stop if word in text]
         content = text[: min(cuts)] if cuts else text
         names = {str(tool["function"]["name"]) for tool in request.tools}
-        read = read_calls(content, names, plain=False)  # what a server's parser reads: calls between marks
+        read = read_calls(
+            content, names, plain=False
+        )  # what a server's parser reads: calls between marks
         return Reply(
             content=read.rest,
             tool_calls=read.calls,
@@ -289,11 +329,16 @@ class HfEngine:
 
 
 def _turn(message: Message) -> dict[str, Any]:
-    """One message in the form that chat templates take: arguments of a call as an object where they are JSON."""
+    """One message in the form that chat templates take: arguments of a call as an object where they
+    are JSON.
+    """
     turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.tool_calls:
         turn["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
+            {
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+            }
             for call in message.tool_calls
         ]
     if message.name is not None:
@@ -311,10 +356,11 @@ def _arguments(text: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars, log lines and warnings of transformers, its converters, accelerate and the hub's client.
+    """Without the progress bars, log lines and warnings of transformers, its converters, accelerate
+    and the hub's client.
 
-    Bars of all of them are tqdm's. transformers stays at its errors afterwards: a warning while a model scores would break
-    assay's own progress.
+    Bars of all of them are tqdm's. transformers stays at its errors afterwards: a warning while a
+    model scores would break assay's own progress.
     """
     transformers.utils.logging.set_verbosity_error()
     huggingface_hub.utils.logging.set_verbosity_error()
@@ -329,11 +375,16 @@ def quiet() -> Iterator[None]:
 
 
 def _on_device(model: Any, spec: HfSpec) -> Any:
-    """`model` on the device of `spec`; AssayError where this torch has none of that name, or it is full."""
+    """`model` on the device of `spec`; AssayError where this torch has none of that name, or it is
+    full.
+    """
     device = choose_device(spec.device)
     try:
         return model.to(device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # torch asserts that it was built for the device
         raise AssayError(
             f"cannot put the model {spec.model} on the device {device!r}: {_first_line(error)}",
             finding_id="fidelity.out_of_memory" if out_of_memory(error) else "fidelity.engine_load",
@@ -342,7 +393,8 @@ def _on_device(model: Any, spec: HfSpec) -> Any:
 
 
 def _hub_is_out_of_reach(model: str) -> bool:
-    """Whether `model` is a name on the Hub, which does not answer: its client would try each file again for minutes.
+    """Whether `model` is a name on the Hub, which does not answer: its client would try each file
+    again for minutes.
 
     AssayError where the Hub's cache on this machine does not hold the model either.
     """
@@ -350,7 +402,9 @@ def _hub_is_out_of_reach(model: str) -> bool:
         return False
     if not huggingface_hub.constants.HF_HUB_OFFLINE:
         try:
-            huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_S)
+            huggingface_hub.utils.get_session().head(
+                huggingface_hub.constants.ENDPOINT, timeout=HUB_S
+            )
             return False
         except Exception:  # its HTTP library differs between versions
             pass
@@ -360,7 +414,8 @@ def _hub_is_out_of_reach(model: str) -> bool:
         held = None
     if not isinstance(held, str):
         raise AssayError(
-            f"there is no folder {model} here, and the Hub cannot be reached to fetch a model of that name",
+            f"there is no folder {model} here, and the Hub cannot be reached to fetch a model of"
+            " that name",
             finding_id="fidelity.engine_load",
             remedy="give the folder of a checkpoint: hf:PATH",
         )
@@ -368,28 +423,38 @@ def _hub_is_out_of_reach(model: str) -> bool:
 
 
 def _cannot_load(spec: HfSpec, error: Exception) -> AssayError:
-    """The error for a checkpoint that transformers cannot load, or that would have to run code of its own."""
+    """The error for a checkpoint that transformers cannot load, or that would have to run code of
+    its own.
+    """
     reason, finding = _first_line(error), "fidelity.engine_load"
     remedy = "give the folder of a checkpoint that transformers can load: hf:PATH"
     if out_of_memory(error):
         return memory_error(
-            f"the weights of {spec.model}", choose_device(spec.device), "give a smaller type: ?dtype=bfloat16"
+            f"the weights of {spec.model}",
+            choose_device(spec.device),
+            "give a smaller type: ?dtype=bfloat16",
         )
     if isinstance(error, UnpicklingError):
-        reason = "a pickle file of it needs more than weights or is damaged, and assay runs no code of a checkpoint"
+        reason = (
+            "a pickle file of it needs more than weights or is damaged, and assay runs no code of a"
+            " checkpoint"
+        )
         finding, remedy = "fidelity.code_refused", "convert it to safetensors where you trust it"
     elif "trust_remote_code" in str(error):
         reason = "it comes with code of its own (auto_map), which assay never runs"
         finding = "fidelity.code_refused"
         remedy = (
-            "leave auto_map out where transformers knows the architecture, or compare a server that you trust with it"
+            "leave auto_map out where transformers knows the architecture, or compare a server that"
+            " you trust with it"
         )
     elif isinstance(error, ImportError):  # a quantised checkpoint needs its quantiser's library
         finding, remedy = (
             "fidelity.engine_missing",
             "install the library that the checkpoint names, or score it with vllm:",
         )
-    return AssayError(f"cannot load the model {spec.model}: {reason}", finding_id=finding, remedy=remedy)
+    return AssayError(
+        f"cannot load the model {spec.model}: {reason}", finding_id=finding, remedy=remedy
+    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -397,10 +462,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _refuse_made_up(model: str, missing: list[str]) -> None:
-    """AssayError where tensors are not in the checkpoint: transformers would fill them with random numbers."""
+    """AssayError where tensors are not in the checkpoint: transformers would fill them with random
+    numbers.
+    """
     if missing:
         raise AssayError(
-            f"cannot load the model {model}: {len(missing)} of its tensors are not in the checkpoint, such as {missing[0]}",
+            f"cannot load the model {model}: {len(missing)} of its tensors are not in the"
+            f" checkpoint, such as {missing[0]}",
             finding_id="fidelity.engine_load",
             remedy=f"see what is there with assay verify {model}",
         )
@@ -414,8 +482,8 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(i for i in ids if i is not None)
 
 
-# Generation. A row draws from its own generator, so its text does not depend on which other rows share the batch (up to
-# the rounding of the logits themselves).
+# Generation. A row draws from its own generator, so its text does not depend on which other rows
+# share the batch (up to the rounding of the logits themselves).
 
 
 def plan_batches(
@@ -427,9 +495,12 @@ def plan_batches(
 ) -> Iterator[list[int]]:
     """Indices of the requests of each batch, in an order that wastes little on padding.
 
-    Requests with equal limits and similar prompts run together. One that is too long for the bound runs alone.
+    Requests with equal limits and similar prompts run together. One that is too long for the bound
+    runs alone.
     """
-    order = sorted(range(len(prompt_tokens)), key=lambda i: (max_tokens[i], prompt_tokens[i]), reverse=True)
+    order = sorted(
+        range(len(prompt_tokens)), key=lambda i: (max_tokens[i], prompt_tokens[i]), reverse=True
+    )
     batch: list[int] = []
     longest_prompt = longest_answer = 0
     for index in order:
@@ -450,10 +521,11 @@ def draw_tokens(
 ) -> torch.Tensor:
     """The next token of each row.
 
-    `logits` is (B, V); `temperature`, `top_p` and `uniform` (in [0, 1)) are (B,). Temperature 0 takes the likeliest
-    token. Otherwise the token is drawn by inverting the cumulative distribution of the nucleus: the smallest set of
-    likeliest tokens whose probabilities at that temperature sum to at least top_p (Holtzman et al., 2020). A row
-    whose logits hold a NaN gives token 0, as sampling from nothing does in the engines of the field.
+    `logits` is (B, V); `temperature`, `top_p` and `uniform` (in [0, 1)) are (B,). Temperature 0
+    takes the likeliest token. Otherwise the token is drawn by inverting the cumulative distribution
+    of the nucleus: the smallest set of likeliest tokens whose probabilities at that temperature sum
+    to at least top_p (Holtzman et al., 2020). A row whose logits hold a NaN gives token 0, as
+    sampling from nothing does in the engines of the field.
     """
     logits = logits.float()
     dead = logits.isnan().any(dim=-1)
@@ -462,7 +534,9 @@ def draw_tokens(
     if sampled.any():
         rows = sampled.nonzero().squeeze(1)
         heat = temperature[rows, None].to(logits.dtype)
-        tokens[rows] = _draw_nucleus(torch.softmax(logits[rows] / heat, dim=-1), top_p[rows], uniform[rows])
+        tokens[rows] = _draw_nucleus(
+            torch.softmax(logits[rows] / heat, dim=-1), top_p[rows], uniform[rows]
+        )
     tokens[dead] = 0
     return tokens
 
@@ -494,8 +568,8 @@ def _draw_nucleus(probs: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tenso
 class Row:
     """One sequence: its prompt, how it is sampled, and what has been generated.
 
-    `is_stop(tokens)` is asked after each token that is no end-of-text token. A row ends with the reason `stop`
-    (an end-of-text token, which stays in `tokens`, or `is_stop`) or `length`.
+    `is_stop(tokens)` is asked after each token that is no end-of-text token. A row ends with the
+    reason `stop` (an end-of-text token, which stays in `tokens`, or `is_stop`) or `length`.
     """
 
     prompt: tuple[int, ...]
@@ -517,14 +591,22 @@ class Row:
             self.finish_reason = "length"
 
 
-def decode_batch(model: Any, rows: Sequence[Row], pad_id: int, deadline: float = float("inf")) -> None:
-    """Run all rows to their end, or until `deadline`. Prompts are padded on the left; finished rows leave the batch as it goes on."""
+def decode_batch(
+    model: Any, rows: Sequence[Row], pad_id: int, deadline: float = float("inf")
+) -> None:
+    """Run all rows to their end, or until `deadline`. Prompts are padded on the left; finished rows
+    leave the batch as it goes on.
+    """
     if _given_up(rows, deadline):
         return
     device = next(model.parameters()).device
     width = max(len(row.prompt) for row in rows)
-    ids = torch.tensor([[pad_id] * (width - len(r.prompt)) + list(r.prompt) for r in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in rows], device=device)
+    ids = torch.tensor(
+        [[pad_id] * (width - len(r.prompt)) + list(r.prompt) for r in rows], device=device
+    )
+    mask = torch.tensor(
+        [[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in rows], device=device
+    )
     cache = new_cache(model)
     live = list(rows)
     with torch.inference_mode():
@@ -537,7 +619,9 @@ def decode_batch(model: Any, rows: Sequence[Row], pad_id: int, deadline: float =
             keep = [i for i, row in enumerate(live) if row.finish_reason is None]
             if not keep or _given_up([live[i] for i in keep], deadline):
                 return
-            if len(keep) <= 0.8 * len(live):  # selecting copies the cache, so not for every row that ends
+            if len(keep) <= 0.8 * len(
+                live
+            ):  # selecting copies the cache, so not for every row that ends
                 index = torch.tensor(keep, device=device)
                 cache.batch_select_indices(index)
                 mask, tokens, live = mask[index], tokens[index], [live[i] for i in keep]
@@ -601,7 +685,9 @@ def token_logprobs(model: Any, ids: tuple[int, ...]) -> tuple[float | None, ...]
     with torch.inference_mode():
         for start in range(0, len(ids) - 1, chunk):
             end = min(start + chunk, len(ids) - 1)
-            logits = model(input_ids=tokens[:, start:end], **with_cache(model, cache), use_cache=True).logits[0]
+            logits = model(
+                input_ids=tokens[:, start:end], **with_cache(model, cache), use_cache=True
+            ).logits[0]
             logprobs = torch.log_softmax(logits.float(), dim=-1)
             found += logprobs.gather(1, tokens[0, start + 1 : end + 1, None]).squeeze(1).tolist()
     return tuple(found)

@@ -13,7 +13,14 @@ import torch
 from assay.engines import Engine, setup_facts
 from assay.engines.hf.cache import new_cache, token_bytes, with_cache
 from assay.engines.hf.engine import HfEngine
-from assay.engines.machine import Batches, free_memory, memory_error, out_of_memory, window_bytes, windows_at_once
+from assay.engines.machine import (
+    Batches,
+    free_memory,
+    memory_error,
+    out_of_memory,
+    window_bytes,
+    windows_at_once,
+)
 from assay.engines.scoring import (
     Engagement,
     EngineHook,
@@ -35,9 +42,11 @@ from assay.errors import AssayError
 
 
 def choose_batch(model: Any, length: int, job: ScoreJob, *, hooked: bool = False) -> int:
-    """How many windows of `length` tokens run together: all that 70 % of the free memory holds, or that make it faster.
+    """How many windows of `length` tokens run together: all that 70 % of the free memory holds, or
+    that make it faster.
 
-    The cache is counted where one is read; with a hook twice more in float32, which it may hold. See `window_bytes`.
+    The cache is counted where one is read; with a hook twice more in float32, which it may hold.
+    See `window_bytes`.
     """
     config, size = model.config.get_text_config(), model.dtype.itemsize
     token = (token_bytes(model) or 0) if hooked or job.path is not ScoringPath.PREFILL else 0
@@ -49,12 +58,18 @@ def choose_batch(model: Any, length: int, job: ScoreJob, *, hooked: bool = False
 
 
 def window_states(
-    model: Any, windows: Sequence[Window], job: ScoreJob, hook: EngineHook | None, batches: Batches | None = None
+    model: Any,
+    windows: Sequence[Window],
+    job: ScoreJob,
+    hook: EngineHook | None,
+    batches: Batches | None = None,
 ) -> Iterator[tuple[Window, torch.Tensor]]:
-    """Yield (window, states [length − scored_from, d]) in order; row i predicts token `scored_from + i`.
+    """Yield (window, states [length − scored_from, d]) in order; row i predicts token `scored_from
+    + i`.
 
-    A batch that does not fit into memory is halved and tried again. AssayError where one window does not fit, where a hook
-    cannot forget what it has seen of a batch that failed, and where windows are longer than the positions that the model has.
+    A batch that does not fit into memory is halved and tried again. AssayError where one window
+    does not fit, where a hook cannot forget what it has seen of a batch that failed, and where
+    windows are longer than the positions that the model has.
     """
     check_positions(model, windows)
     if not windows:
@@ -68,7 +83,9 @@ def window_states(
             if out_of_memory(error) and hook and len(part) > 1:
                 if not hasattr(hook, "discard"):
                     raise memory_error(
-                        f"{len(part)} windows of {length:,} tokens", model.device, "give a smaller --batch"
+                        f"{len(part)} windows of {length:,} tokens",
+                        model.device,
+                        "give a smaller --batch",
                     ) from error
                 hook.discard()
             raise
@@ -76,11 +93,15 @@ def window_states(
     def too_large(window: Window) -> AssayError:
         return memory_error(f"a single window of {length:,} tokens", model.device)
 
-    batches = batches or Batches(job.batch or choose_batch(model, length, job, hooked=hook is not None))
+    batches = batches or Batches(
+        job.batch or choose_batch(model, length, job, hooked=hook is not None)
+    )
     yield from batches.run(windows, states_of, too_large)
 
 
-def _batch_states(model: Any, windows: Sequence[Window], job: ScoreJob, hook: EngineHook | None) -> torch.Tensor:
+def _batch_states(
+    model: Any, windows: Sequence[Window], job: ScoreJob, hook: EngineHook | None
+) -> torch.Tensor:
     """States [B, length − scored_from, d] of one batch."""
     ids = torch.tensor([w.tokens for w in windows], dtype=torch.long, device=model.device)
     states = None
@@ -110,18 +131,26 @@ def _through_cache(
     """Prefill the prefix, then feed the rest by blocks (or one by one), each reading the cache."""
     if cache is None:
         cache = new_cache(model)
-    prefix, last = job.scored_from - 1, ids.shape[1] - 1  # the last token predicts nothing that is scored
+    prefix, last = (
+        job.scored_from - 1,
+        ids.shape[1] - 1,
+    )  # the last token predicts nothing that is scored
     if prefix:
         _forward(model, ids[:, :prefix], cache)
     if hook:
         hook.after_prefix(cache)
     step = 1 if job.path is ScoringPath.DECODE else job.chunk
-    rows = [_forward(model, ids[:, lo : min(lo + step, last)], cache) for lo in range(prefix, last, step)]
+    rows = [
+        _forward(model, ids[:, lo : min(lo + step, last)], cache)
+        for lo in range(prefix, last, step)
+    ]
     return torch.cat(rows, dim=1)
 
 
 def check_positions(model: Any, windows: Sequence[Window]) -> None:
-    """AssayError where windows are longer than the model has positions, or hold a token that it has not."""
+    """AssayError where windows are longer than the model has positions, or hold a token that it has
+    not.
+    """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     # Scaled rotary embeddings may reach further than this number says.
@@ -129,25 +158,27 @@ def check_positions(model: Any, windows: Sequence[Window]) -> None:
     longest = max((len(w.tokens) for w in windows), default=0)
     if limit and longest > limit and not scaled:
         raise AssayError(
-            f"windows of {longest:,} tokens are longer than the {limit:,} positions that the model has",
+            f"windows of {longest:,} tokens are longer than the {limit:,} positions that the"
+            " model has",
             finding_id="fidelity.window_too_long",
             remedy=f"give --length {limit} or less",
         )
     rows = int(model.get_input_embeddings().weight.shape[0])
     if (largest := max((max(w.tokens) for w in windows), default=0)) >= rows:
         raise AssayError(
-            f"the tokenizer gives token {largest:,}, and {type(model).__name__} has {rows:,} embeddings: they do not belong "
-            "together",
+            f"the tokenizer gives token {largest:,}, and {type(model).__name__} has {rows:,}"
+            " embeddings: they do not belong together",
             finding_id="fidelity.tokenizer",
             remedy="put the tokenizer that the model was trained with into its folder",
         )
 
 
 def output_head(model: Any) -> Head:
-    """The head of `model`. AssayError where its logits are not those that the model itself computes.
+    """The head of `model`. AssayError where its logits are not those that the model itself
+    computes.
 
-    Besides the matrix a model may scale its logits (Cohere's `logit_scale`, Granite's `logits_scaling`) or cap them
-    (Gemma 2's `final_logit_softcapping`).
+    Besides the matrix a model may scale its logits (Cohere's `logit_scale`, Granite's
+    `logits_scaling`) or cap them (Gemma 2's `final_logit_softcapping`).
     """
     linear = model.get_output_embeddings()
     if linear is None:
@@ -182,21 +213,28 @@ def _check(model: Any, head: Head) -> None:
     difference = float((own - rebuilt).abs().max())
     if not difference <= tolerance and bool(torch.isfinite(own).all()):
         raise AssayError(
-            f"the logits of {type(model).__name__} cannot be rebuilt from its final states: they differ by {difference:.3g}",
+            f"the logits of {type(model).__name__} cannot be rebuilt from its final states: they"
+            f" differ by {difference:.3g}",
             finding_id="fidelity.no_head",
             remedy="compare it through another engine (vllm:, gguf:)",
             evidence={"max_difference": difference, "tolerance": tolerance},
         )
 
 
-def greedy_steps(model: Any, head: Head, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
-    """`count` tokens after each of the equally long prefixes, all in one batch, token by token through the cache."""
+def greedy_steps(
+    model: Any, head: Head, prefixes: Sequence[tuple[int, ...]], count: int
+) -> list[list[GreedyStep]]:
+    """`count` tokens after each of the equally long prefixes, all in one batch, token by token
+    through the cache.
+    """
     ids = torch.tensor(prefixes, dtype=torch.long, device=model.device)
     base, cache = model.base_model, new_cache(model)
     steps: list[list[GreedyStep]] = []
     with torch.inference_mode():
         for _ in range(count):
-            states = base(input_ids=ids, **with_cache(base, cache), use_cache=True).last_hidden_state
+            states = base(
+                input_ids=ids, **with_cache(base, cache), use_cache=True
+            ).last_hidden_state
             steps.append(top_two(head.logits(states[:, -1])))
             ids = torch.tensor([[step.token] for step in steps[-1]], device=model.device)
     return [list(row) for row in zip(*steps, strict=True)]
@@ -217,7 +255,9 @@ class HfScorer:
 
     @property
     def ability(self) -> ScoringAbility:
-        """Every path, whole distributions, states; not prefill where the KV cache is held in another type."""
+        """Every path, whole distributions, states; not prefill where the KV cache is held in
+        another type.
+        """
         unread = self.engine.spec.unread
         paths = frozenset(ScoringPath) - {ScoringPath.PREFILL} if unread else frozenset(ScoringPath)
         return ScoringAbility(paths, hooks=True, reason=unread)
@@ -243,24 +283,37 @@ class HfScorer:
         )
 
     def score_windows(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[WindowRows]:
-        """The rows of every window, in order; the hook of the job is in place while the iterator lives."""
+        """The rows of every window, in order; the hook of the job is in place while the iterator
+        lives.
+        """
         size = self.batch_size(windows, job)
         hook = load_hook(job.hook) if job.hook else None
         self.engine.spec.refuse_path(job.path)
-        model, head = (self.engine.model, self.head)  # the head's check runs the model, which is no hook's to see
-        # What did not fit once does not fit the next time, and both sides of a comparison should run alike.
+        model, head = (
+            self.engine.model,
+            self.head,
+        )  # the head's check runs the model, which is no hook's to see
+        # What did not fit once does not fit the next time, and both sides of a comparison should
+        # run alike.
         self._batches = batches = self._batches.again(size) if self._batches else Batches(size)
         self._engagement = Engagement()
         try:
             with hook.attach(model) if hook else nullcontext():
                 for window, states in window_states(model, windows, job, hook, batches):
                     yield StateRows(window, job.scored_from, states, head)
-        finally:  # of a run that was cut short too; the hook knows all it did only when it has been taken off
-            found = hook.engagement() if hook else Engagement(bytes_read=_bytes_read(model, windows, job))
+        # of a run that was cut short too; the hook knows all it did only when it has been taken off
+        finally:
+            found = (
+                hook.engagement()
+                if hook
+                else Engagement(bytes_read=_bytes_read(model, windows, job))
+            )
             notes = {"batch": batches.note()} if batches.halved else {}
             self._engagement = replace(found, notes={**found.notes, **notes})
 
-    def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+    def generate_greedy(
+        self, prefixes: Sequence[tuple[int, ...]], count: int
+    ) -> list[list[GreedyStep]]:
         """`count` greedy tokens after each of the equally long prefixes."""
         model = self.engine.model
 
@@ -273,7 +326,9 @@ class HfScorer:
         return [steps for _, steps in found]
 
     def sampler(self) -> tuple[Engine, tuple[int, ...]]:
-        """The model, and what separates documents for it: its start token, or the end-of-text token."""
+        """The model, and what separates documents for it: its start token, or the end-of-text
+        token.
+        """
         return self.engine, (document_start(self.engine.tokenizer),)
 
     def engagement(self) -> Engagement:
@@ -287,7 +342,8 @@ class HfScorer:
 
 
 def _bytes_read(model: Any, windows: Sequence[Window], job: ScoreJob) -> int | None:
-    """K and V bytes of earlier blocks that attention reads in all steps, were no layer to slide. 0 for prefill.
+    """K and V bytes of earlier blocks that attention reads in all steps, were no layer to slide. 0
+    for prefill.
 
     None where nobody knows what a token takes.
     """

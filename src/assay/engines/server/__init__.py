@@ -1,7 +1,8 @@
 """The client of OpenAI-compatible servers.
 
-`http` carries with limits, `messages` are requests and answers, `discovery` finds out what a server is and can do, `scoring` has the
-routes to log-probabilities, and `engine` offers it all as an engine.
+`http` carries with limits, `messages` are requests and answers, `discovery` finds out what a server
+is and can do, `scoring` has the routes to log-probabilities, and `engine` offers it all as an
+engine.
 """
 
 from assay.engines.server.discovery import Metrics, parse_metrics

@@ -45,13 +45,21 @@ from assay.engines.server.messages import (
     stream_reply,
     whole_reply,
 )
-from assay.engines.server.scoring import PromptRoute, by_echo, by_prompt_logprobs, by_sglang, score_prompts
+from assay.engines.server.scoring import (
+    PromptRoute,
+    by_echo,
+    by_prompt_logprobs,
+    by_sglang,
+    score_prompts,
+)
 from assay.errors import AssayError
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The kind of a server (`vllm`, `llama.cpp`, `sglang`, `tensorrt-llm`, `ollama`, `transformers`, `unknown`)."""
+    """The kind of a server (`vllm`, `llama.cpp`, `sglang`, `tensorrt-llm`, `ollama`,
+    `transformers`, `unknown`).
+    """
 
     kind: str = "unknown"
     version: str | None = None
@@ -105,7 +113,9 @@ def _sglang(transport: Transport) -> Identity | None:
     version = as_name(info.get("version"))
     if version is None or "model_path" not in info:
         return None
-    facts = {k: info[k] for k in ("kv_cache_dtype", "quantization", "dtype") if as_name(info.get(k))}
+    facts = {
+        k: info[k] for k in ("kv_cache_dtype", "quantization", "dtype") if as_name(info.get(k))
+    }
     return Identity("sglang", version, as_count(info.get("context_length")), facts)
 
 
@@ -116,7 +126,11 @@ def _ollama(transport: Transport) -> Identity | None:
 
 def _transformers(transport: Transport) -> Identity | None:
     paths = as_object(_page(transport, "/openapi.json").get("paths"))
-    return Identity("transformers") if "/load_model" in paths and "/v1/chat/completions" in paths else None
+    return (
+        Identity("transformers")
+        if "/load_model" in paths and "/v1/chat/completions" in paths
+        else None
+    )
 
 
 _PAGES: Mapping[str, Callable[[Transport], Identity | None]] = {
@@ -168,7 +182,9 @@ def _card(entry: Any) -> ModelCard | None:
         owned_by=as_name(card.get("owned_by")),
         max_model_len=as_count(card.get("max_model_len")),
         vocab_size=as_count(as_object(card.get("meta")).get("n_vocab")),
-        aliases=tuple(a for a in aliases if isinstance(a, str)) if isinstance(aliases, list) else (),
+        aliases=(
+            tuple(a for a in aliases if isinstance(a, str)) if isinstance(aliases, list) else ()
+        ),
     )
 
 
@@ -185,13 +201,20 @@ def choose_model(
             if wanted == card.id or wanted in card.aliases:
                 return card, "named by the caller"
         if names and list_is_complete:
-            raise ModelUnknown(f"{where} has no model {one_line(wanted)!r}; it has {_listed(names)}", available=names)
+            raise ModelUnknown(
+                f"{where} has no model {one_line(wanted)!r}; it has {_listed(names)}",
+                available=names,
+            )
         return ModelCard(id=wanted), "named by the caller, not listed by the server"
     if not names:
         what = "lists no model" if cards is not None else "has no list of models"
-        raise ModelUnknown(f"{where} {what}", remedy="name the model with --model, or load one on the server")
+        raise ModelUnknown(
+            f"{where} {what}", remedy="name the model with --model, or load one on the server"
+        )
     card = (cards or ())[0]
-    return card, "the only one" if len(names) == 1 else f"the first of {len(names)}: {_listed(names)}"
+    return card, (
+        "the only one" if len(names) == 1 else f"the first of {len(names)}: {_listed(names)}"
+    )
 
 
 def _listed(names: tuple[str, ...], limit: int = 8) -> str:
@@ -201,7 +224,9 @@ def _listed(names: tuple[str, ...], limit: int = 8) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """One line of a metrics page. A counter keeps its `_total`, a histogram its `_bucket`, `_sum` and `_count`."""
+    """One line of a metrics page. A counter keeps its `_total`, a histogram its `_bucket`, `_sum`
+    and `_count`.
+    """
 
     name: str
     labels: Mapping[str, str]
@@ -210,7 +235,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Family:
-    """The samples of one metric and its type (`counter`, `gauge`, `histogram`, `summary`, `unknown`)."""
+    """The samples of one metric and its type (`counter`, `gauge`, `histogram`, `summary`,
+    `unknown`).
+    """
 
     name: str
     type: str
@@ -233,7 +260,9 @@ class Metrics:
         )
 
     def total(self, name: str, **labels: str) -> float | None:
-        """The sum over all label sets (several engines, several models); None if there is no finite sample."""
+        """The sum over all label sets (several engines, several models); None if there is no finite
+        sample.
+        """
         values = [s.value for s in self.samples(name, **labels) if math.isfinite(s.value)]
         return math.fsum(values) if values else None
 
@@ -252,7 +281,9 @@ def parse_metrics(text: str) -> Metrics:
         for parsed in text_string_to_metric_families(text):
             samples = tuple(Sample(s.name, dict(s.labels), float(s.value)) for s in parsed.samples)
             known = families.get(parsed.name)
-            families[parsed.name] = Family(parsed.name, parsed.type, (known.samples if known else ()) + samples)
+            families[parsed.name] = Family(
+                parsed.name, parsed.type, (known.samples if known else ()) + samples
+            )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as exc:
         raise ValueError(f"not a page of Prometheus metrics: {exc}") from exc
     return Metrics(families)
@@ -268,25 +299,37 @@ def kv_cache_dtype(metrics: Metrics) -> str | None:
 
 
 def corrupted_requests(metrics: Metrics) -> float | None:
-    """Requests with NaN in their logits, as vLLM counts them when told to (`VLLM_COMPUTE_NANS_IN_LOGITS=1`)."""
+    """Requests with NaN in their logits, as vLLM counts them when told to
+    (`VLLM_COMPUTE_NANS_IN_LOGITS=1`).
+    """
     return metrics.total("vllm:corrupted_requests_total")
 
 
-# -----------------------------------------------------------------------------
 # What a server can do.
 #
-# A capability counts only if the answer shows it: a field that is accepted and ignored is absent, and the reason is
-# the server's own word where it gave one.
+# A capability counts only if the answer shows it: a field that is accepted and ignored is absent,
+# and the reason is the server's own word where it gave one.
 
 
 Result = TypeVar("Result")
 Tokenizer = Callable[[Transport, str, str], tuple[int, ...]]
 
 _BAD_FIELDS = frozenset({400, 422})
-_UNABLE = (RequestRefused, NotFound, NotJson, Failing, InvalidStream, TooLarge, Redirected, BadScores)
+_UNABLE = (
+    RequestRefused,
+    NotFound,
+    NotJson,
+    Failing,
+    InvalidStream,
+    TooLarge,
+    Redirected,
+    BadScores,
+)
 """Errors that mean this server does not do that; all others end the probing."""
 _DECLINES_TO_STREAM = (RequestRefused, NotFound, NotStreamed)
-"""Every OpenAI-compatible server should stream, so only a plain no means that it cannot: garbage is a fault."""
+"""Every OpenAI-compatible server should stream, so only a plain no means that it cannot: garbage is
+a fault.
+"""
 
 _TEXT = "The capital of France is"
 _ASK = (Message("user", "Name the capital of France."),)
@@ -295,17 +338,23 @@ _TOOL: Mapping[str, object] = {
     "function": {
         "name": "get_weather",
         "description": "Current weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 _HONOURS_IGNORE_EOS = frozenset({"vllm", "sglang", "llama.cpp"})
 
 
 def negotiate(send: Callable[[Dialect], Result], dialect: Dialect) -> tuple[Result, Dialect]:
-    """Send with ever fewer optional fields until the server accepts; the result, and what it accepted.
+    """Send with ever fewer optional fields until the server accepts; the result, and what it
+    accepted.
 
-    Fields that a refusal names are left out. If it names none, all are; if that is refused too, the fields are not
-    the reason, and the refusal is raised; else those that it takes one by one are put back.
+    Fields that a refusal names are left out. If it names none, all are; if that is refused too, the
+    fields are not the reason, and the refusal is raised; else those that it takes one by one are
+    put back.
     """
     while True:
         try:
@@ -345,7 +394,9 @@ def by_content(transport: Transport, model: str, text: str) -> tuple[int, ...]:
 def detokenize(transport: Transport, model: str, ids: tuple[int, ...]) -> str | None:
     """The text of token ids; None if the answer holds none."""
     answer = as_object(
-        transport.post_json(transport.endpoint.root + "/detokenize", {"model": model, "tokens": list(ids)})
+        transport.post_json(
+            transport.endpoint.root + "/detokenize", {"model": model, "tokens": list(ids)}
+        )
     )
     return as_name(answer.get("prompt", answer.get("content", answer.get("text"))))
 
@@ -400,7 +451,10 @@ class _Prober:
         return whole_reply(self.transport.post_json(url, body), url)
 
     def attempt(
-        self, capability: Capability, probe: Callable[[], str | None], unable: tuple[type[AssayError], ...] = _UNABLE
+        self,
+        capability: Capability,
+        probe: Callable[[], str | None],
+        unable: tuple[type[AssayError], ...] = _UNABLE,
     ) -> None:
         """Run a probe of something optional: it returns why the server cannot, or None if it can.
 
@@ -459,7 +513,9 @@ class _Prober:
             dialect = replace(self.dialects[route], stream_options=options)
             body = body_of(_request(route, max_tokens=4), self.model, dialect, stream=True)
             try:
-                reply, assembler = stream_reply(self.transport, f"{self.transport.endpoint.api}/{route}", body)
+                reply, assembler = stream_reply(
+                    self.transport, f"{self.transport.endpoint.api}/{route}", body
+                )
             except RequestRefused as exc:
                 refusal = reason(exc)
                 continue
@@ -477,7 +533,10 @@ class _Prober:
         if running:
             self.has(Capability.CONTINUOUS_USAGE)
         else:
-            self.lacks(Capability.CONTINUOUS_USAGE, refusal or "it sends no usage with the chunks of a stream")
+            self.lacks(
+                Capability.CONTINUOUS_USAGE,
+                refusal or "it sends no usage with the chunks of a stream",
+            )
 
     def logprobs(self) -> None:
         def probe() -> str | None:
@@ -491,7 +550,9 @@ class _Prober:
     def tokenize(self) -> None:
         def probe() -> str | None:
             why = ""
-            for tokenizer in (by_content, by_prompt) if self.kind == "llama.cpp" else (by_prompt, by_content):
+            for tokenizer in (
+                (by_content, by_prompt) if self.kind == "llama.cpp" else (by_prompt, by_content)
+            ):
                 try:
                     ids = tokenizer(self.transport, self.model, _TEXT)
                 except _UNABLE as exc:
@@ -509,10 +570,16 @@ class _Prober:
 
     def token_ids(self) -> None:
         def probe() -> str | None:
-            ids = self.tokenizer(self.transport, self.model, _TEXT) if self.tokenizer else (40, 41, 42, 43, 44)
+            ids = (
+                self.tokenizer(self.transport, self.model, _TEXT)
+                if self.tokenizer
+                else (40, 41, 42, 43, 44)
+            )
             reply = self.ask(COMPLETIONS, self.dialects[COMPLETIONS], prompt=ids)
             if reply.prompt_tokens is None:
-                return "it takes token ids, but does not count them, so that it may have ignored them"
+                return (
+                    "it takes token ids, but does not count them, so that it may have ignored them"
+                )
             if reply.prompt_tokens != len(ids):
                 return f"it was sent {len(ids)} token ids and counted {reply.prompt_tokens}"
             return None
@@ -521,7 +588,10 @@ class _Prober:
 
     def scoring(self) -> None:
         routes: list[tuple[Capability, PromptRoute]] = [
-            (Capability.PROMPT_LOGPROBS, by_sglang if self.kind == "sglang" else by_prompt_logprobs),
+            (
+                Capability.PROMPT_LOGPROBS,
+                by_sglang if self.kind == "sglang" else by_prompt_logprobs,
+            ),
             (Capability.ECHO, by_echo),
         ]
         for capability, route in routes:
@@ -531,7 +601,8 @@ class _Prober:
         else:
             self.lacks(
                 Capability.SCORE,
-                f"prompt_logprobs: {self.absent[Capability.PROMPT_LOGPROBS]}; echo: {self.absent[Capability.ECHO]}",
+                f"prompt_logprobs: {self.absent[Capability.PROMPT_LOGPROBS]}; echo:"
+                f" {self.absent[Capability.ECHO]}",
             )
 
     def try_score(self, route: PromptRoute) -> None:
@@ -544,7 +615,10 @@ class _Prober:
             if self.prompt_tokens is None or reply.prompt_tokens is None:
                 return None
             if reply.prompt_tokens <= self.prompt_tokens:
-                return "its chat template ignores tools: the prompt is no longer with a tool than without"
+                return (
+                    "its chat template ignores tools: the prompt is no longer with a tool than"
+                    " without"
+                )
             return None
 
         self.attempt(Capability.TOOLS, probe)

@@ -13,7 +13,15 @@ from threading import Lock
 from types import TracebackType
 from typing import Any
 
-from assay.engines import Capability, CapabilityReport, OnText, Reply, Request, TokenScores, read_options
+from assay.engines import (
+    Capability,
+    CapabilityReport,
+    OnText,
+    Reply,
+    Request,
+    TokenScores,
+    read_options,
+)
 from assay.engines.scoring import GreedyStep, ScoreJob, ScoringPath, Window
 from assay.engines.server.discovery import (
     Identity,
@@ -71,20 +79,33 @@ _ANSWERS_TO_UNLISTED = frozenset({"transformers"})
 
 
 def default_limits(timeout: float = 300.0) -> Limits:
-    """Limits for answers that may take `timeout` seconds in all; a silence may last half of it, or two minutes."""
+    """Limits for answers that may take `timeout` seconds in all; a silence may last half of it, or
+    two minutes.
+    """
     if not timeout > 0:
         raise UsageError(f"a timeout of {timeout:g} s is not positive")
-    return Limits(connect_s=min(10.0, timeout), silence_s=min(timeout, max(120.0, timeout / 2)), total_s=timeout)
+    return Limits(
+        connect_s=min(10.0, timeout),
+        silence_s=min(timeout, max(120.0, timeout / 2)),
+        total_s=timeout,
+    )
 
 
 class ServerEngine:
     """One model behind an OpenAI-compatible server. Safe to use from many threads.
 
-    `connect` finds the model and the kind of server; capabilities are probed when they are first asked for.
+    `connect` finds the model and the kind of server; capabilities are probed when they are first
+    asked for.
     """
 
     def __init__(
-        self, transport: Transport, card: ModelCard, *, chosen: str, listed: tuple[str, ...], identity: Identity
+        self,
+        transport: Transport,
+        card: ModelCard,
+        *,
+        chosen: str,
+        listed: tuple[str, ...],
+        identity: Identity,
     ) -> None:
         self._transport = transport
         self._card = card
@@ -108,8 +129,9 @@ class ServerEngine:
     ) -> ServerEngine:
         """Connect to the server at `url`, its root or its /v1.
 
-        `model` is one of the server's names, by default the first it lists. `api_key_env` names the environment
-        variable that holds the key. `timeout` bounds each request in seconds; `limits` says it in more detail.
+        `model` is one of the server's names, by default the first it lists. `api_key_env` names the
+        environment variable that holds the key. `timeout` bounds each request in seconds; `limits`
+        says it in more detail.
         """
         endpoint = parse_url(url)
         key = read_key(api_key_env)
@@ -125,7 +147,8 @@ class ServerEngine:
         try:
             cards = list_models(transport)
         except Failing:
-            # Without a list a named model can still be asked; whether it answers is seen when it is probed.
+            # Without a list a named model can still be asked; whether it answers is seen when it is
+            # probed.
             if model is None:
                 raise
             cards = None
@@ -133,7 +156,13 @@ class ServerEngine:
         card, chosen = choose_model(
             cards, model, endpoint.api, list_is_complete=identity.kind not in _ANSWERS_TO_UNLISTED
         )
-        return cls(transport, card, chosen=chosen, listed=tuple(c.id for c in cards or ()), identity=identity)
+        return cls(
+            transport,
+            card,
+            chosen=chosen,
+            listed=tuple(c.id for c in cards or ()),
+            identity=identity,
+        )
 
     @property
     def url(self) -> str:
@@ -164,11 +193,14 @@ class ServerEngine:
         with self._lock:
             if self._probed is None:
                 try:
-                    self._probed = probe_capabilities(self._transport, self.model, self.identity.kind)
+                    self._probed = probe_capabilities(
+                        self._transport, self.model, self.identity.kind
+                    )
                 except ModelUnknown as exc:
                     raise self._unknown(exc) from exc
                 except RequestRefused as exc:
-                    # Neither route takes the plainest request. If it names the model, the name is the reason.
+                    # Neither route takes the plainest request. If it names the model, the name is
+                    # the reason.
                     if self.model in str(exc.evidence.get("said")):
                         raise self._unknown(exc) from exc
                     raise
@@ -179,7 +211,9 @@ class ServerEngine:
         return ModelUnknown(exc.message + names, available=self._listed)
 
     def describe(self) -> dict[str, Any]:
-        """What answers: server, model, capabilities, and the sampling fields that every request carries."""
+        """What answers: server, model, capabilities, and the sampling fields that every request
+        carries.
+        """
         probed = self._probe()
         facts: dict[str, Any] = dict(self.identity.facts)
         if probed.metrics is not None:
@@ -203,7 +237,9 @@ class ServerEngine:
         return whole_reply(self._transport.post_json(url, body), url)
 
     def generate_with_top(self, request: Request, width: int) -> tuple[Reply, tuple[TopToken, ...]]:
-        """Answer in one piece, with the `width` likeliest tokens of each step where the server gives them, else none."""
+        """Answer in one piece, with the `width` likeliest tokens of each step where the server
+        gives them, else none.
+        """
         if Capability.LOGPROBS in self.capabilities:
             chat = request.messages is not None
             fields = {"logprobs": True, "top_logprobs": width} if chat else {"logprobs": width}
@@ -245,11 +281,15 @@ class ServerEngine:
         return f"{self.url}/{route}", body
 
     def score(self, source: str | tuple[int, ...]) -> TokenScores:
-        """Log-probabilities of the tokens of a text (special tokens as the server adds them) or of token ids."""
+        """Log-probabilities of the tokens of a text (special tokens as the server adds them) or of
+        token ids.
+        """
         return self.score_many([source])[0]
 
     def score_many(self, sources: Sequence[str | tuple[int, ...]]) -> list[TokenScores]:
-        """Those of several texts or rows of ids, short ones together in one request where the server takes that."""
+        """Those of several texts or rows of ids, short ones together in one request where the
+        server takes that.
+        """
         probed = self._probe()
         probed.report.require(Capability.SCORE, "scoring a given text")
         if any(isinstance(source, tuple) for source in sources):
@@ -264,25 +304,32 @@ class ServerEngine:
         return found
 
     def score_by_steps(self, text: str) -> tuple[float, ...]:
-        """Log-probabilities of the tokens of a text after its first, token by token: for llama.cpp's server only.
+        """Log-probabilities of the tokens of a text after its first, token by token: for
+        llama.cpp's server only.
 
-        It takes as long as to write the text. BadScores where the server does not say what it is asked for.
+        It takes as long as to write the text. BadScores where the server does not say what it is
+        asked for.
         """
         return tuple(by_steps(self._transport, self.tokenize(text)))
 
     def _with_bytes(self, source: str | tuple[int, ...], scores: TokenScores) -> TokenScores:
         if isinstance(source, tuple) or scores.token_ids is None or self._probe().tokenizer is None:
             return scores
-        # The first token has no score. Unless it is a special token before the text, its bytes are not scored either.
+        # The first token has no score. Unless it is a special token before the text, its bytes are
+        # not scored either.
         first = self._text_of(scores.token_ids[0])
         unscored = len(first.encode()) if first and source.startswith(first) else 0
         return replace(scores, bytes=len(source.encode("utf-8", "replace")) - unscored)
 
-    def topk_logprobs(self, tokens: Sequence[int], topk: Sequence[Sequence[int]], first: int = 1) -> TopkLogprobs:
-        """Log-probabilities of given ids at the tokens `first` … of a prompt: those of row i at token `first + i`.
+    def topk_logprobs(
+        self, tokens: Sequence[int], topk: Sequence[Sequence[int]], first: int = 1
+    ) -> TopkLogprobs:
+        """Log-probabilities of given ids at the tokens `first` … of a prompt: those of row i at
+        token `first + i`.
 
-        Where the server cannot score given ids, its own likeliest ones stand in for them, as many as the longest
-        row; the result says whose they are. Refused where the server scores no prompt of token ids at all.
+        Where the server cannot score given ids, its own likeliest ones stand in for them, as many
+        as the longest row; the result says whose they are. Refused where the server scores no
+        prompt of token ids at all.
         """
         report = self._probe().report
         report.require(Capability.SCORE, "log-probabilities of a given text")
@@ -294,15 +341,20 @@ class ServerEngine:
         except BadScores:
             if not known:
                 raise
-            # vLLM answers without scores where it had to preempt the request: once more, when it has room again.
+            # vLLM answers without scores where it had to preempt the request: once more, when it
+            # has room again.
             scores, route = topk_logprobs(self._transport, self.model, tokens, topk, first, routes)
         self._topk_routes = (route,)
         return scores
 
     def generate_greedy(self, prefix: tuple[int, ...], count: int) -> list[GreedyStep]:
-        """`count` greedy tokens after a prefix, with the two likeliest at each; BadScores where it does not say."""
+        """`count` greedy tokens after a prefix, with the two likeliest at each; BadScores where it
+        does not say.
+        """
         url, body = self._body(greedy_request(prefix, count), stream=False)
-        return read_greedy(first_choice(as_object(self._transport.post_json(url, body))) or {}, count)
+        return read_greedy(
+            first_choice(as_object(self._transport.post_json(url, body))) or {}, count
+        )
 
     def detokenize(self, ids: tuple[int, ...]) -> str:
         """The text of token ids; empty where the server cannot tell."""
@@ -321,7 +373,9 @@ class ServerEngine:
 
     def page(self, path: str) -> str:
         """What the server answers to a GET of `path` under its root, as text; asked once."""
-        return self._transport.get(self._transport.endpoint.root + path, retry=False).decode("utf-8", "replace")
+        return self._transport.get(self._transport.endpoint.root + path, retry=False).decode(
+            "utf-8", "replace"
+        )
 
     def listed(self) -> tuple[str, ...]:
         """The names of the models that it lists now; empty where it has no list."""
@@ -334,7 +388,9 @@ class ServerEngine:
         try:
             return parse_metrics(page.decode("utf-8", "replace"))
         except ValueError as exc:
-            raise NotJson(f"{url}: {exc}", remedy="check that this is the server's metrics page") from exc
+            raise NotJson(
+                f"{url}: {exc}", remedy="check that this is the server's metrics page"
+            ) from exc
 
     def corrupted_requests(self) -> float | None:
         """How many requests had NaN in their logits, where the server counts them."""
@@ -351,7 +407,10 @@ class ServerEngine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -362,7 +421,9 @@ _TOKENS_AT_ONCE = 2048
 
 def _together(sources: Sequence[str | tuple[int, ...]]) -> Sequence[str | tuple[int, ...]]:
     """The first of `sources` that go into one request: four characters of text count as a token."""
-    sizes = list(accumulate(len(source) // (4 if isinstance(source, str) else 1) for source in sources))
+    sizes = list(
+        accumulate(len(source) // (4 if isinstance(source, str) else 1) for source in sources)
+    )
     return sources[: max(1, sum(size <= _TOKENS_AT_ONCE for size in sizes))]
 
 
@@ -386,8 +447,9 @@ def read_key(name: str | None) -> str | None:
 
 # A server as the candidate of a comparison: `http://host:8000?model=NAME&ids=20`.
 #
-# A server gives log-probabilities of a few ids at each position of a prompt, so a comparison with it bounds KL from
-# below. It scores a prompt in one pass, its own way: what it reads of its KV cache on that pass is its business.
+# A server gives log-probabilities of a few ids at each position of a prompt, so a comparison with
+# it bounds KL from below. It scores a prompt in one pass, its own way: what it reads of its KV
+# cache on that pass is its business.
 
 _EXAMPLE = "http://HOST:PORT, such as http://localhost:8000?model=NAME&ids=20"
 _AT_ONCE = 16
@@ -401,16 +463,24 @@ class ServerSpec:
     url: str
     model: str | None = None
     ids: int = 20
-    """Ids scored at each position; vLLM allows 20 unless it was started with more `--max-logprobs`."""
+    """Ids scored at each position; vLLM allows 20 unless it was started with more `--max-logprobs`.
+    """
     api_key_env: str | None = None
     timeout: float = 300.0
 
 
 def parse_spec(spec: str) -> ServerSpec:
-    """Read `http(s)://…?option=value&…`; UsageError on an unknown option or a value that makes no sense."""
+    """Read `http(s)://…?option=value&…`; UsageError on an unknown option or a value that makes no
+    sense.
+    """
     shown = without_credentials(spec)
     url, given = read_options(
-        spec, "", ("model", "ids", "api_key_env", "timeout"), example=_EXAMPLE, what="server", shown=shown
+        spec,
+        "",
+        ("model", "ids", "api_key_env", "timeout"),
+        example=_EXAMPLE,
+        what="server",
+        shown=shown,
     )
     options = dict(given)
     try:
@@ -427,7 +497,9 @@ def parse_spec(spec: str) -> ServerSpec:
 
 
 class ServerCandidate:
-    """Scores windows by a server, with the likeliest ids at each token. Safe to use from many threads."""
+    """Scores windows by a server, with the likeliest ids at each token. Safe to use from many
+    threads.
+    """
 
     def __init__(self, spec: ServerSpec, engine: ServerEngine) -> None:
         self.spec = spec
@@ -441,7 +513,9 @@ class ServerCandidate:
         parsed = parse_spec(spec)
         return cls(
             parsed,
-            ServerEngine.connect(parsed.url, parsed.model, api_key_env=parsed.api_key_env, timeout=parsed.timeout),
+            ServerEngine.connect(
+                parsed.url, parsed.model, api_key_env=parsed.api_key_env, timeout=parsed.timeout
+            ),
         )
 
     @property
@@ -475,7 +549,10 @@ class ServerCandidate:
             raise AssayError(
                 f"{where} scores a prompt in one pass, not by the {job.path} path",
                 finding_id="fidelity.missing_capability",
-                remedy="use --path prefill, or run the engine in process (vllm:MODEL with the server's options)",
+                remedy=(
+                    "use --path prefill, or run the engine in process (vllm:MODEL with the server's"
+                    " options)"
+                ),
             )
         report = self.engine.capabilities
         for needed in (Capability.SCORE, Capability.TOKEN_IDS_PROMPT):
@@ -483,13 +560,16 @@ class ServerCandidate:
         room = self.engine.max_model_len
         if room is not None and length + 1 > room:  # every request generates one token
             raise UsageError(
-                f"{where} has room for {room} tokens, a window of {length} and one to generate need {length + 1}",
+                f"{where} has room for {room} tokens, a window of {length} and one to generate need"
+                f" {length + 1}",
                 remedy=f"use --length {room - 1} or less, or serve it with a longer context",
                 finding_id="fidelity.usage",
             )
 
     def score_topk(self, window: Window, topk: Sequence[Sequence[int]], first: int) -> TopkLogprobs:
-        """Log-probabilities at the tokens `first` … of a window, of the given ids or of the server's likeliest."""
+        """Log-probabilities at the tokens `first` … of a window, of the given ids or of the
+        server's likeliest.
+        """
         scores = self.engine.topk_logprobs(window.tokens, topk, first)
         self._chosen_by = scores.chosen_by
         return scores
@@ -503,17 +583,25 @@ class ServerCandidate:
         return self._text(tuple(map(int, ids)))
 
     def read_texts(self, ids: Sequence[int]) -> bool:
-        """Ask for the texts of many single tokens, some at once, so that `decode` knows them; False if it cannot."""
+        """Ask for the texts of many single tokens, some at once, so that `decode` knows them; False
+        if it cannot.
+        """
         if not ids or not self.decode(ids[:8]):
             return False
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(lambda token: self.decode((token,)), ids))
         return True
 
-    def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
-        """`count` greedy tokens after each prefix; AssayError where the server does not name its likeliest ids."""
+    def generate_greedy(
+        self, prefixes: Sequence[tuple[int, ...]], count: int
+    ) -> list[list[GreedyStep]]:
+        """`count` greedy tokens after each prefix; AssayError where the server does not name its
+        likeliest ids.
+        """
         with ThreadPoolExecutor(len(prefixes)) as pool:
-            return list(pool.map(lambda prefix: self.engine.generate_greedy(prefix, count), prefixes))
+            return list(
+                pool.map(lambda prefix: self.engine.generate_greedy(prefix, count), prefixes)
+            )
 
     def close(self) -> None:
         """Close the connections."""

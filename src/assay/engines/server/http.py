@@ -1,7 +1,8 @@
 """HTTP to a server, with limits: where it is, what can go wrong with it, and one pooled client.
 
-Every answer has a deadline and a byte cap. Redirects are followed only within the origin, so that a key never travels
-elsewhere; temporary refusals are retried; whatever fails becomes one of the errors here, each with its own finding id.
+Every answer has a deadline and a byte cap. Redirects are followed only within the origin, so that a
+key never travels elsewhere; temporary refusals are retried; whatever fails becomes one of the
+errors here, each with its own finding id.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import httpx
 from assay.environment import VERSION
 from assay.errors import AssayError, InconclusiveError, UsageError
 
-# -----------------------------------------------------------------------------
 # Where a server is: its root and its /v1, out of whatever URL the user gave.
 
 
@@ -47,7 +47,9 @@ class Endpoint:
 
 
 def parse_url(url: str) -> Endpoint:
-    """The endpoint that `url` names: a server root or its /v1, with or without scheme, path prefix or slash."""
+    """The endpoint that `url` names: a server root or its /v1, with or without scheme, path prefix
+    or slash.
+    """
     text = url.strip()
     if "://" not in text:
         text = "http://" + text
@@ -55,15 +57,23 @@ def parse_url(url: str) -> Endpoint:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port
     except ValueError as exc:
-        raise UsageError(f"the URL is not valid: {exc}", remedy="write it as http://host:port") from None
+        raise UsageError(
+            f"the URL is not valid: {exc}", remedy="write it as http://host:port"
+        ) from None
     if parts.scheme not in ("http", "https"):
-        raise UsageError(f"the URL scheme {parts.scheme!r} is not http or https", remedy="write it as http://host:port")
+        raise UsageError(
+            f"the URL scheme {parts.scheme!r} is not http or https",
+            remedy="write it as http://host:port",
+        )
     if not host or re.search(r"[\s\x00-\x1f\x7f]", text):
         raise UsageError("the URL names no host", remedy="write it as http://host:port")
     if parts.query or parts.fragment:
         raise UsageError(
             "the URL has a query or a fragment, which an API root cannot have",
-            remedy="give the part before ? and #; a key belongs into an environment variable (--api-key-env)",
+            remedy=(
+                "give the part before ? and #; a key belongs into an environment variable"
+                " (--api-key-env)"
+            ),
         )
     netloc = (f"[{host}]" if ":" in host else host) + (f":{port}" if port is not None else "")
     path = _ROUTE.sub("", parts.path.rstrip("/")).rstrip("/")
@@ -97,22 +107,29 @@ def without_credentials(url: str) -> str:
     return urlunsplit((parts.scheme, netloc, parts.path, "", ""))
 
 
-# -----------------------------------------------------------------------------
 # What can go wrong with a server, each with its own finding id.
 #
-# Exit code 2 (`AssayError`): nothing could be examined: unreachable, refused, not an OpenAI-compatible answer.
-# Exit code 3 (`InconclusiveError`): it answers, but not enough came back: timeout, cut stream, rate limit.
+# Exit code 2 (`AssayError`): nothing could be examined: unreachable, refused, not an
+# OpenAI-compatible answer. Exit code 3 (`InconclusiveError`): it answers, but not enough came back:
+# timeout, cut stream, rate limit.
 
 
 class ServerError(AssayError):
     """A request to a server failed. Subclasses fix the finding id and the remedy."""
 
     id: ClassVar[str] = "server.unreachable"
-    default_remedy: ClassVar[str] = "check the URL, and that the server runs and is reachable from here"
+    default_remedy: ClassVar[str] = (
+        "check the URL, and that the server runs and is reachable from here"
+    )
 
-    def __init__(self, message: str, *, remedy: str | None = None, evidence: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, message: str, *, remedy: str | None = None, evidence: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(
-            message, finding_id=self.id, remedy=self.default_remedy if remedy is None else remedy, evidence=evidence
+            message,
+            finding_id=self.id,
+            remedy=self.default_remedy if remedy is None else remedy,
+            evidence=evidence,
         )
 
 
@@ -140,7 +157,9 @@ class ModelUnknown(ServerError):
     id = "server.model_unknown"
     default_remedy = "name one of the server's models with --model"
 
-    def __init__(self, message: str, *, available: Sequence[str] = (), remedy: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, available: Sequence[str] = (), remedy: str | None = None
+    ) -> None:
         super().__init__(message, remedy=remedy, evidence={"available": list(available)})
         self.available = tuple(available)
 
@@ -149,7 +168,10 @@ class NotJson(ServerError):
     """The answer is not the JSON that was asked for."""
 
     id = "server.not_json"
-    default_remedy = "give the root of an OpenAI-compatible server, or its /v1; a proxy or a web page may answer here"
+    default_remedy = (
+        "give the root of an OpenAI-compatible server, or its /v1; a proxy or a web page may answer"
+        " here"
+    )
 
 
 class Failing(ServerError):
@@ -190,7 +212,9 @@ class RequestRefused(ServerError):
     id = "server.request_refused"
     default_remedy = "the server's message says what it does not accept"
 
-    def __init__(self, message: str, *, status: int, evidence: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, message: str, *, status: int, evidence: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(message, evidence=evidence)
         self.status = status
 
@@ -217,7 +241,10 @@ class ServerInconclusive(InconclusiveError):
         partial_text: str = "",
     ) -> None:
         super().__init__(
-            message, finding_id=self.id, remedy=self.default_remedy if remedy is None else remedy, evidence=evidence
+            message,
+            finding_id=self.id,
+            remedy=self.default_remedy if remedy is None else remedy,
+            evidence=evidence,
         )
         self.partial_text = partial_text
         """What had arrived of a streamed text before it ended."""
@@ -238,7 +265,9 @@ class StreamCut(ServerInconclusive):
     """The connection closed before the answer was complete."""
 
     id = "server.stream_cut"
-    default_remedy = "look into the log of the server and of any proxy before it: the answer broke off"
+    default_remedy = (
+        "look into the log of the server and of any proxy before it: the answer broke off"
+    )
 
 
 class StreamFailed(ServerInconclusive):
@@ -278,7 +307,9 @@ def error_for_failure(exc: Exception, url: str, *, answered: bool, seconds: floa
     where = without_credentials(url)
     evidence = {"url": where, "seconds": round(seconds, 3)}
     if isinstance(exc, httpx.ConnectTimeout | httpx.PoolTimeout):
-        return Unreachable(f"{where} did not accept a connection within {seconds:.1f} s", evidence=evidence)
+        return Unreachable(
+            f"{where} did not accept a connection within {seconds:.1f} s", evidence=evidence
+        )
     if isinstance(exc, httpx.TimeoutException):
         return TimedOut(f"{where} sent nothing more after {seconds:.1f} s", evidence=evidence)
     if isinstance(exc, httpx.InvalidURL | httpx.UnsupportedProtocol):
@@ -288,7 +319,9 @@ def error_for_failure(exc: Exception, url: str, *, answered: bool, seconds: floa
     if isinstance(exc, httpx.ConnectError):
         return Unreachable(f"{where}: {_connect_reason(exc)}", evidence=evidence)
     if answered:
-        return StreamCut(f"{where} closed the connection in the middle of its answer", evidence=evidence)
+        return StreamCut(
+            f"{where} closed the connection in the middle of its answer", evidence=evidence
+        )
     return StreamCut(f"{where} closed the connection without an answer", evidence=evidence)
 
 
@@ -315,7 +348,9 @@ def _connect_reason(exc: BaseException) -> str:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds that a Retry-After header asks to wait (a number, or an HTTP date); None if it says nothing."""
+    """Seconds that a Retry-After header asks to wait (a number, or an HTTP date); None if it says
+    nothing.
+    """
     if not value:
         return None
     try:
@@ -330,7 +365,9 @@ def retry_after(value: str | None) -> float | None:
 
 _LIMIT = 160
 _TITLE = re.compile(r"<title[^>]*>(.*?)</title>", re.IGNORECASE | re.DOTALL)
-_HTML = re.compile(r"^\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE | re.DOTALL)
+_HTML = re.compile(
+    r"^\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE | re.DOTALL
+)
 
 
 def looks_like_html(text: str) -> bool:
@@ -359,7 +396,9 @@ def error_message(value: Any) -> str:
 
 
 def describe_body(body: bytes, secrets: tuple[str, ...] = ()) -> str:
-    """What an unexpected answer says: its error message, the title of a web page, or its first characters."""
+    """What an unexpected answer says: its error message, the title of a web page, or its first
+    characters.
+    """
     text = body.decode("utf-8", "replace")
     for secret in secrets:
         text = text.replace(secret, "***")
@@ -376,13 +415,13 @@ def describe_body(body: bytes, secrets: tuple[str, ...] = ()) -> str:
     return one_line(message or text)
 
 
-# -----------------------------------------------------------------------------
 # The client.
 
 
 _ENCODINGS = frozenset({"", "identity", "gzip", "x-gzip", "deflate"})
-"""What an answer may be packed in although no packing was asked for. Each piece of the network (64 KiB) unpacks to a bounded
-size in these, at most a thousand times its own, so that a few bytes cannot become gigabytes in memory."""
+"""What an answer may be packed in although no packing was asked for. Each piece of the network (64
+KiB) unpacks to a bounded size in these, at most a thousand times its own, so that a few bytes
+cannot become gigabytes in memory."""
 _ERROR_BODY = 1 << 16
 _MAX_REDIRECTS = 3
 _RESENDS = 2
@@ -392,9 +431,10 @@ _RESENDS = 2
 class Limits:
     """How long and how much.
 
-    `total_s` bounds one attempt from the first byte sent to the last received; it is checked whenever a piece of the
-    body arrives, so an attempt can take up to one `silence_s` longer. A generated answer in one piece is silent until it
-    is complete, so for it `total_s` bounds the silence too.
+    `total_s` bounds one attempt from the first byte sent to the last received; it is checked
+    whenever a piece of the body arrives, so an attempt can take up to one `silence_s` longer. A
+    generated answer in one piece is silent until it is complete, so for it `total_s` bounds the
+    silence too.
     """
 
     connect_s: float = 10.0
@@ -420,7 +460,9 @@ class Pieces:
         where, limit = without_credentials(self.url), self._limits.max_bytes
         declared = self._response.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
-            raise TooLarge(f"{where} announces an answer of {int(declared):,} bytes; the limit is {limit:,}")
+            raise TooLarge(
+                f"{where} announces an answer of {int(declared):,} bytes; the limit is {limit:,}"
+            )
         received = 0
         try:
             for piece in _unpacked(self._response, where):
@@ -432,7 +474,9 @@ class Pieces:
                     )
                 received += len(piece)
                 if received > limit:
-                    raise TooLarge(f"{where} answered more than {limit:,} bytes; the rest was not read")
+                    raise TooLarge(
+                        f"{where} answered more than {limit:,} bytes; the rest was not read"
+                    )
                 yield now, piece
         except httpx.HTTPError as exc:
             waited = time.monotonic() - self.started
@@ -442,7 +486,9 @@ class Pieces:
 def _unpacked(response: httpx.Response, where: str) -> Iterator[bytes]:
     encoding = response.headers.get("content-encoding", "")
     if encoding.strip().lower() not in _ENCODINGS:
-        raise InvalidStream(f"{where} answers in the encoding {encoding!r}, which was not asked for")
+        raise InvalidStream(
+            f"{where} answers in the encoding {encoding!r}, which was not asked for"
+        )
     try:
         yield from response.iter_bytes()
     except httpx.DecodingError as exc:
@@ -484,7 +530,9 @@ class Transport:
             follow_redirects=False,
             mounts=direct,
             verify=_trust(),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=3.0),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=64, keepalive_expiry=3.0
+            ),
         )
 
     def close(self) -> None:
@@ -520,9 +568,13 @@ class Transport:
             pass
         text = body[:4096].decode("utf-8", "replace")
         kind = "a web page" if looks_like_html(text) else "something that is not JSON"
-        raise NotJson(f"{without_credentials(url)} answered {kind}: {self.said(body[:_ERROR_BODY])}")
+        raise NotJson(
+            f"{without_credentials(url)} answered {kind}: {self.said(body[:_ERROR_BODY])}"
+        )
 
-    def _whole(self, method: str, url: str, body: Mapping[str, Any] | None, retry: bool) -> tuple[str, bytes]:
+    def _whole(
+        self, method: str, url: str, body: Mapping[str, Any] | None, retry: bool
+    ) -> tuple[str, bytes]:
         """The URL that answered in the end, and all that it answered."""
         silence = self.limits.total_s if method == "POST" else self.limits.silence_s
         with self._open(method, url, body, retry, silence) as pieces:
@@ -558,28 +610,37 @@ class Transport:
     ) -> tuple[float, httpx.Response]:
         """Send, and return when that was and the response once its headers are here.
 
-        A server may close a kept connection in the moment in which it is used again, so a connection that closes
-        without an answer is no failure until it has happened on fresh ones too.
+        A server may close a kept connection in the moment in which it is used again, so a
+        connection that closes without an answer is no failure until it has happened on fresh ones
+        too.
         """
         resent = 0
-        timeout = httpx.Timeout(min(silence_s, self.limits.total_s), connect=self.limits.connect_s, pool=None)
+        timeout = httpx.Timeout(
+            min(silence_s, self.limits.total_s), connect=self.limits.connect_s, pool=None
+        )
         while True:
             started = time.monotonic()
             try:
                 request = self._client.build_request(method, url, json=body, timeout=timeout)
                 return started, self._client.send(request, stream=True)
             except (httpx.HTTPError, httpx.InvalidURL) as exc:
-                error = error_for_failure(exc, url, answered=False, seconds=time.monotonic() - started)
+                error = error_for_failure(
+                    exc, url, answered=False, seconds=time.monotonic() - started
+                )
                 if not isinstance(error, StreamCut) or resent == _RESENDS:
                     raise error from exc
                 resent += 1
 
-    def _refused(self, url: str, response: httpx.Response, said: str, attempt: int, last: bool) -> float:
+    def _refused(
+        self, url: str, response: httpx.Response, said: str, attempt: int, last: bool
+    ) -> float:
         """Seconds to wait before the next attempt; raises where there is none."""
         status = response.status_code
         asked = retry_after(response.headers.get("retry-after"))
         if asked is not None and asked > self.limits.longest_wait_s:
-            error = error_for_status(status, url, f"{said}; it asks to wait {asked:,.0f} s, which is too long")
+            error = error_for_status(
+                status, url, f"{said}; it asks to wait {asked:,.0f} s, which is too long"
+            )
             error.evidence["retry_after_s"] = asked
             raise error
         if last or status not in RETRIED:
@@ -587,7 +648,9 @@ class Transport:
         return self.limits.first_backoff_s * 2.0**attempt if asked is None else asked
 
     def _error_body(self, response: httpx.Response, deadline: float) -> bytes:
-        """The first bytes of an error's body; what fails while reading them matters less than the status."""
+        """The first bytes of an error's body; what fails while reading them matters less than the
+        status.
+        """
         body = b""
         with suppress(httpx.HTTPError, InvalidStream):
             for piece in _unpacked(response, ""):
@@ -597,7 +660,9 @@ class Transport:
         return body[:_ERROR_BODY]
 
     def _redirect(self, method: str, url: str, response: httpx.Response) -> str:
-        """The URL to go on with; raises for another origin, or where following would change the method."""
+        """The URL to go on with; raises for another origin, or where following would change the
+        method.
+        """
         location: str = response.headers.get("location", "")
         target = urljoin(url, location)
         where, there = without_credentials(url), without_credentials(target)

@@ -1,4 +1,6 @@
-"""What goes to a server and comes back: a request as its JSON body, an answer, whole or streamed, as one `Reply`."""
+"""What goes to a server and comes back: a request as its JSON body, an answer, whole or streamed,
+as one `Reply`.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ NEUTRAL: Mapping[str, float | int] = {
 }
 """Sampling fields with the value that switches them off.
 
-A server fills in what a request leaves out from its own or the model's defaults; a penalty among them would hide
-the loops that assay looks for.
+A server fills in what a request leaves out from its own or the model's defaults; a penalty among
+them would hide the loops that assay looks for.
 """
 
 STREAM_OPTIONS: Mapping[str, bool] = {"include_usage": True, "continuous_usage_stats": True}
@@ -69,7 +71,11 @@ class Dialect:
 
     def to_json(self) -> dict[str, Any]:
         """What is sent, for the record."""
-        return {"neutral": dict(self.neutral), "stream_options": dict(self.stream_options), "seed": self.seed}
+        return {
+            "neutral": dict(self.neutral),
+            "stream_options": dict(self.stream_options),
+            "seed": self.seed,
+        }
 
 
 def route_of(request: Request) -> Route:
@@ -89,7 +95,9 @@ def body_of(request: Request, model: str, dialect: Dialect, *, stream: bool) -> 
     if request.messages is not None:
         body["messages"] = [_message_json(message) for message in request.messages]
     else:
-        body["prompt"] = request.prompt if isinstance(request.prompt, str) else list(request.prompt or ())
+        body["prompt"] = (
+            request.prompt if isinstance(request.prompt, str) else list(request.prompt or ())
+        )
     if request.seed is not None and dialect.seed:
         body["seed"] = request.seed
     if request.stop:
@@ -123,11 +131,13 @@ def _message_json(message: Message) -> dict[str, Any]:
 
 
 class SseParser:
-    """Turns pieces of a byte stream into the `data` of its server-sent events (WHATWG HTML, section 9.2.6).
+    """Turns pieces of a byte stream into the `data` of its server-sent events (WHATWG HTML, section
+    9.2.6).
 
-    The bytes may be cut anywhere. Lines end in LF, CRLF or CR; several `data:` lines of one event are joined by LF; comments
-    and other fields are skipped. The specification drops an event that the end of the stream cuts off; `close` returns it
-    nevertheless, since many servers leave out the last empty line.
+    The bytes may be cut anywhere. Lines end in LF, CRLF or CR; several `data:` lines of one event
+    are joined by LF; comments and other fields are skipped. The specification drops an event that
+    the end of the stream cuts off; `close` returns it nevertheless, since many servers leave out
+    the last empty line.
     """
 
     def __init__(self) -> None:
@@ -171,7 +181,9 @@ def as_object(value: Any) -> Mapping[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """Text of a content field: a string, null, or a list of parts of which those of type text are joined."""
+    """Text of a content field: a string, null, or a list of parts of which those of type text are
+    joined.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -300,9 +312,10 @@ class _CallInProgress:
 class StreamAssembler:
     """Puts the chunks of one stream together and notes when its tokens arrived.
 
-    A chunk is an arrival of tokens if it carries text, or if the server's running count has grown with it: text can
-    stay empty while tokens are generated (special tokens are stripped, half a character is held back). Without a
-    running count the chunk with the finish reason is an arrival too, being the end-of-text token that usage counts.
+    A chunk is an arrival of tokens if it carries text, or if the server's running count has grown
+    with it: text can stay empty while tokens are generated (special tokens are stripped, half a
+    character is held back). Without a running count the chunk with the finish reason is an arrival
+    too, being the end-of-text token that usage counts.
     """
 
     where: str
@@ -337,7 +350,9 @@ class StreamAssembler:
         """Take one chunk, which arrived at the monotonic time `at`."""
         if chunk.get("error") or chunk.get("object") == "error":
             said = one_line(error_message(chunk)) or "no message"
-            raise StreamFailed(f"{self.where} reported an error in its stream: {said}", partial_text=self.text)
+            raise StreamFailed(
+                f"{self.where} reported an error in its stream: {said}", partial_text=self.text
+            )
         self.chunks += 1
         usage = as_object(chunk.get("usage"))
         if usage:
@@ -383,7 +398,11 @@ class StreamAssembler:
         self._content.append(content)
         self._reasoning.append(reasoning)
         self._reasoning_field = name or self._reasoning_field
-        pieces = (TextPiece("reasoning", reasoning), TextPiece("content", content), TextPiece("tool_call", called))
+        pieces = (
+            TextPiece("reasoning", reasoning),
+            TextPiece("content", content),
+            TextPiece("tool_call", called),
+        )
         for piece in pieces:
             if piece.text and self.on_text is not None:
                 self.on_text(piece)
@@ -401,7 +420,10 @@ class StreamAssembler:
             content="".join(self._content),
             reasoning="".join(self._reasoning),
             reasoning_field=self._reasoning_field,
-            tool_calls=tuple(ToolCall(call.name, call.arguments, call.id) for _, call in sorted(self._calls.items())),
+            tool_calls=tuple(
+                ToolCall(call.name, call.arguments, call.id)
+                for _, call in sorted(self._calls.items())
+            ),
             finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
             prompt_tokens=as_count(self._usage.get("prompt_tokens")),
@@ -433,7 +455,9 @@ _END = "[DONE]"
 def stream_reply(
     transport: Transport, url: str, body: Mapping[str, Any], on_text: OnText | None = None
 ) -> tuple[Reply, StreamAssembler]:
-    """POST `body` and put the stream that answers together; the assembler tells how the server counts."""
+    """POST `body` and put the stream that answers together; the assembler tells how the server
+    counts.
+    """
     parser = SseParser()
     head = b""
     where = without_credentials(url)
@@ -469,7 +493,9 @@ def _take(data: str, at: float, assembler: StreamAssembler, where: str) -> None:
     except (ValueError, RecursionError):
         chunk = None
     if not isinstance(chunk, dict):
-        raise InvalidStream(f"{where} streams an event that is not a JSON object: {one_line(text, 80)}")
+        raise InvalidStream(
+            f"{where} streams an event that is not a JSON object: {one_line(text, 80)}"
+        )
     assembler.feed(chunk, at)
 
 

@@ -1,7 +1,8 @@
 """Log-probabilities of given tokens, by each of the routes that servers have for it.
 
-Every route asks for the target tokens and no more of the distribution than is wanted, and checks what came back: a server that
-takes the request and ignores what it asks for must be found out, or its silence would turn into a score at chance level.
+Every route asks for the target tokens and no more of the distribution than is wanted, and checks
+what came back: a server that takes the request and ignores what it asks for must be found out, or
+its silence would turn into a score at chance level.
 """
 
 from __future__ import annotations
@@ -19,13 +20,22 @@ import numpy as np
 
 from assay.engines import Request, TokenScores
 from assay.engines.scoring import GreedyStep
-from assay.engines.server.http import BadScores, NotFound, NotJson, RequestRefused, Transport, Unauthorized
+from assay.engines.server.http import (
+    BadScores,
+    NotFound,
+    NotJson,
+    RequestRefused,
+    Transport,
+    Unauthorized,
+)
 from assay.engines.server.messages import as_count, as_number, as_object, as_text
 
 Source = str | tuple[int, ...]
 
 _ROUNDING = 1e-3
-"""How far above 0 a log-probability, or above 1 a sum of probabilities, may lie before it is no rounding error any more."""
+"""How far above 0 a log-probability, or above 1 a sum of probabilities, may lie before it is no
+rounding error any more.
+"""
 
 
 # The tokens of prompts: by what servers have to ask for them.
@@ -33,7 +43,9 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True)
 class PromptScores:
-    """What a server said of one prompt, as it said it: each token's log-probability, and the likeliest ids at each."""
+    """What a server said of one prompt, as it said it: each token's log-probability, and the
+    likeliest ids at each.
+    """
 
     values: Sequence[Any]
     likely: Sequence[Mapping[int, Any]]
@@ -66,17 +78,25 @@ def by_prompt_logprobs(
     return found
 
 
-def by_echo(transport: Transport, model: str, sources: Sequence[Source], width: int = 0) -> list[PromptScores]:
-    """The legacy completions API: prompts echoed with their `logprobs`, and one generated token to cut off."""
+def by_echo(
+    transport: Transport, model: str, sources: Sequence[Source], width: int = 0
+) -> list[PromptScores]:
+    """The legacy completions API: prompts echoed with their `logprobs`, and one generated token to
+    cut off.
+    """
     fields: dict[str, Any] = {"echo": True, "logprobs": max(1, width)}
     if width:
         fields["return_tokens_as_token_ids"] = True
     found = []
     for choice, source in zip(_complete(transport, model, sources, fields), sources, strict=True):
         held = as_object(choice.get("logprobs"))
-        values, offsets, top = (held.get(k) for k in ("token_logprobs", "text_offset", "top_logprobs"))
+        values, offsets, top = (
+            held.get(k) for k in ("token_logprobs", "text_offset", "top_logprobs")
+        )
         if not isinstance(values, list):
-            raise BadScores("the server ignores echo with logprobs: its answer holds no token_logprobs")
+            raise BadScores(
+                "the server ignores echo with logprobs: its answer holds no token_logprobs"
+            )
         if isinstance(source, tuple):
             count = len(source)
         elif not as_text(choice.get("text")).startswith(source):
@@ -96,11 +116,13 @@ def by_echo(transport: Transport, model: str, sources: Sequence[Source], width: 
     return found
 
 
-def by_sglang(transport: Transport, model: str, sources: Sequence[Source], width: int = 0) -> list[PromptScores]:
+def by_sglang(
+    transport: Transport, model: str, sources: Sequence[Source], width: int = 0
+) -> list[PromptScores]:
     """SGLang's native route: `/generate` with `input_token_logprobs` from the first token on.
 
-    It can score given ids too, but one set for the whole prompt, which for ids chosen at each position would be
-    thousands of ids at thousands of positions.
+    It can score given ids too, but one set for the whole prompt, which for ids chosen at each
+    position would be thousands of ids at thousands of positions.
     """
     answers = []
     for source in sources:
@@ -118,43 +140,64 @@ def by_sglang(transport: Transport, model: str, sources: Sequence[Source], width
     found = []
     for meta, source in zip(answers, sources, strict=True):
         rows, top = meta.get("input_token_logprobs"), meta.get("input_top_logprobs")
-        if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) >= 2 for row in rows):
-            raise BadScores("the server ignores return_logprob: its answer holds no input_token_logprobs")
+        if not isinstance(rows, list) or not all(
+            isinstance(row, list) and len(row) >= 2 for row in rows
+        ):
+            raise BadScores(
+                "the server ignores return_logprob: its answer holds no input_token_logprobs"
+            )
         if width and not (isinstance(top, list) and len(top) == len(rows)):
-            raise BadScores("the server ignores top_logprobs_num: its answer holds no input_top_logprobs")
+            raise BadScores(
+                "the server ignores top_logprobs_num: its answer holds no input_top_logprobs"
+            )
         ids = _ids([row[1] for row in rows])
         if isinstance(source, tuple) and ids != source:
             raise BadScores(f"{len(source)} tokens were sent, but the scores are those of others")
-        likely = [{int(k): v for v, k, *_ in best or ()} for best in (top if width and top else [()] * len(rows))]
+        likely = [
+            {int(k): v for v, k, *_ in best or ()}
+            for best in (top if width and top else [()] * len(rows))
+        ]
         found.append(PromptScores([row[0] for row in rows], likely, ids))
     return found
 
 
 def by_steps(transport: Transport, ids: Sequence[int]) -> list[float]:
-    """Log-probabilities of the tokens of a row after its first, from llama.cpp's server, which scores no prompts.
+    """Log-probabilities of the tokens of a row after its first, from llama.cpp's server, which
+    scores no prompts.
 
-    One request a token: the row up to it is the prompt, which the server has cached but for its end, and a bias on the
-    token makes the server write it; the log-probability that is told is that of the model, before the bias.
+    One request a token: the row up to it is the prompt, which the server has cached but for its
+    end, and a bias on the token makes the server write it; the log-probability that is told is that
+    of the model, before the bias.
     """
     url, found = transport.endpoint.root + "/completion", list[float]()
     for at in range(1, len(ids)):
         body = {
-            "prompt": list(ids[:at]), "n_predict": 1, "n_probs": 1, "temperature": 0.0, "cache_prompt": True,
-            "logit_bias": [[ids[at], 1000.0]], "samplers": ["temperature"],
-        }  # fmt: skip
+            "prompt": list(ids[:at]),
+            "n_predict": 1,
+            "n_probs": 1,
+            "temperature": 0.0,
+            "cache_prompt": True,
+            "logit_bias": [[ids[at], 1000.0]],
+            "samplers": ["temperature"],
+        }
         rows = as_object(transport.post_json(url, body)).get("completion_probabilities")
         entry = as_object(rows[0] if isinstance(rows, list) and rows else None)
         value = as_number(entry.get("logprob"))
         if entry.get("id") != ids[at] or value is None or value > _ROUNDING:
             raise BadScores(
-                "the server does not write a token that it is made to write, or does not say how likely it was"
+                "the server does not write a token that it is made to write, or does not say how"
+                " likely it was"
             )
         found.append(value)
     return found
 
 
-def score_prompts(transport: Transport, model: str, sources: Sequence[Source], route: PromptRoute) -> list[TokenScores]:
-    """Scores of the tokens of every source, in one request where the server answers each of them, else one by one."""
+def score_prompts(
+    transport: Transport, model: str, sources: Sequence[Source], route: PromptRoute
+) -> list[TokenScores]:
+    """Scores of the tokens of every source, in one request where the server answers each of them,
+    else one by one.
+    """
     try:
         found = route(transport, model, sources, 0)
     except (RequestRefused, BadScores, NotJson):
@@ -175,7 +218,9 @@ def score_prompts(transport: Transport, model: str, sources: Sequence[Source], r
 def _complete(
     transport: Transport, model: str, sources: Sequence[Source], fields: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
-    """The choices of greedy completions of one token, a source each; an empty one where the only source has none."""
+    """The choices of greedy completions of one token, a source each; an empty one where the only
+    source has none.
+    """
     prompts = [source if isinstance(source, str) else list(source) for source in sources]
     body = {
         "model": model,
@@ -186,20 +231,29 @@ def _complete(
     }
     answer = as_object(transport.post_json(transport.endpoint.api + "/completions", body))
     choices = answer.get("choices")
-    by_index = {c.get("index", 0): c for c in choices if isinstance(c, dict)} if isinstance(choices, list) else {}
+    by_index = (
+        {c.get("index", 0): c for c in choices if isinstance(c, dict)}
+        if isinstance(choices, list)
+        else {}
+    )
     if len(sources) > 1 and len(by_index) != len(sources):
         raise BadScores(f"{len(sources)} prompts were sent, {len(by_index)} answers came back")
     return [as_object(by_index.get(i)) for i in range(len(sources))]
 
 
 def _checked(values: Sequence[Any]) -> tuple[float | None, ...]:
-    """`values` with the first one dropped, which nothing precedes; raises unless they can be log-probabilities."""
+    """`values` with the first one dropped, which nothing precedes; raises unless they can be
+    log-probabilities.
+    """
     if len(values) < 2:
         raise BadScores("a text of at least two tokens is needed to score anything")
     numbers = [as_number(value) for value in values[1:]]
     finite = [n for n in numbers if n is not None]
     if len(finite) < len(numbers):
-        raise BadScores(f"{len(numbers) - len(finite)} of {len(numbers)} log-probabilities are no finite numbers")
+        raise BadScores(
+            f"{len(numbers) - len(finite)} of {len(numbers)} log-probabilities are no finite"
+            " numbers"
+        )
     if max(finite) > _ROUNDING:
         raise BadScores(f"a log-probability of {max(finite):.3g} is above 0")
     if not any(finite):
@@ -214,7 +268,9 @@ def _ids(values: Any) -> tuple[int, ...] | None:
 
 def _listed(entry: Any) -> dict[int, Any]:
     """Ids and values of one position of vLLM's `prompt_logprobs`."""
-    return {int(k): as_object(v).get("logprob") for k, v in as_object(entry).items() if k.isdecimal()}
+    return {
+        int(k): as_object(v).get("logprob") for k, v in as_object(entry).items() if k.isdecimal()
+    }
 
 
 def _same_count(tokens: int, values: int) -> None:
@@ -230,18 +286,19 @@ def token_id(name: str) -> int | None:
 
 # The k likeliest ids beside each token of a prompt: what a server can give of a distribution.
 #
-# With them a comparison can bound KL from below: ids that were scored on both sides stand for themselves, all others
-# are one bucket, and lumping never increases KL (the data-processing inequality). That holds for any choice of ids; the
-# bound is tightest where the reference chooses, as its likely tokens carry most of the sum.
+# With them a comparison can bound KL from below: ids that were scored on both sides stand for
+# themselves, all others are one bucket, and lumping never increases KL (the data-processing
+# inequality). That holds for any choice of ids; the bound is tightest where the reference chooses,
+# as its likely tokens carry most of the sum.
 
 
 @dataclass(frozen=True)
 class TopkLogprobs:
     """Natural log-probabilities at the tokens `first` … of a prompt, given all tokens before each.
 
-    `target[i]` is that of token `first + i` itself; `rows[i]` maps ids to theirs, that token's among them. `chosen_by`
-    says whose likeliest ids they are. A missing id is in the bucket of the rest; a value of −inf is one that the server
-    rules out.
+    `target[i]` is that of token `first + i` itself; `rows[i]` maps ids to theirs, that token's
+    among them. `chosen_by` says whose likeliest ids they are. A missing id is in the bucket of the
+    rest; a value of −inf is one that the server rules out.
     """
 
     first: int
@@ -255,25 +312,35 @@ class TopkLogprobs:
     def lists_best(self) -> bool:
         """Whether the candidate's own likeliest id is among those of every row.
 
-        It is where it was added, and where the candidate chose and lists anything besides the target token: a
-        server whose list is named by text only, or empty, leaves that token alone.
+        It is where it was added, and where the candidate chose and lists anything besides the
+        target token: a server whose list is named by text only, or empty, leaves that token alone.
         """
         listed = self.chosen_by == "candidate" and all(len(row) > 1 for row in self.rows)
         return self.with_best or listed
 
 
 TopkRoute = Callable[[Transport, str, Sequence[int], Sequence[Sequence[int]], int], TopkLogprobs]
-"""Scores the tokens `first` … of a prompt with the ids that are given for each, or with as many of the server's own."""
+"""Scores the tokens `first` … of a prompt with the ids that are given for each, or with as many of
+the server's own.
+"""
 
 
 def by_given_ids(
-    transport: Transport, model: str, tokens: Sequence[int], topk: Sequence[Sequence[int]], first: int
+    transport: Transport,
+    model: str,
+    tokens: Sequence[int],
+    topk: Sequence[Sequence[int]],
+    first: int,
 ) -> TopkLogprobs:
-    """vLLM from 0.32 on with model runner V2: the given ids of each row, through its tokens-in route.
+    """vLLM from 0.32 on with model runner V2: the given ids of each row, through its tokens-in
+    route.
 
-    `prompt_logprobs` adds the candidate's own likeliest id, without which top-1 agreement would mostly stay open.
+    `prompt_logprobs` adds the candidate's own likeliest id, without which top-1 agreement would
+    mostly stay open.
     """
-    rows = [list(dict.fromkeys((token, *ids))) for token, ids in zip(tokens[first:], topk, strict=True)]
+    rows = [
+        list(dict.fromkeys((token, *ids))) for token, ids in zip(tokens[first:], topk, strict=True)
+    ]
     width = max(map(len, rows))
     answer = as_object(
         transport.post_json(
@@ -293,13 +360,17 @@ def by_given_ids(
     )
     values = _array(answer.get("prompt_token_id_logprobs"), (len(rows), width))
     given: list[tuple[int, dict[int, Any]]] = [
-        (row[0], dict(zip(row, map(float, found), strict=False))) for row, found in zip(rows, values, strict=True)
+        (row[0], dict(zip(row, map(float, found), strict=False)))
+        for row, found in zip(rows, values, strict=True)
     ]
     own = answer.get("prompt_logprobs")
     if not isinstance(own, list):
         return _topk(first, given, "reference")
     _same_count(len(tokens), len(own))
-    both = [(token, _listed(entry) | row) for (token, row), entry in zip(given, own[first:], strict=True)]
+    both = [
+        (token, _listed(entry) | row)
+        for (token, row), entry in zip(given, own[first:], strict=True)
+    ]
     return _topk(first, both, "reference", with_best=all(map(_listed, own[first:])))
 
 
@@ -311,7 +382,9 @@ def by_likeliest(
     topk: Sequence[Sequence[int]],
     first: int,
 ) -> TopkLogprobs:
-    """The candidate's own likeliest ids, as many as the longest row has, by a route for the tokens of prompts."""
+    """The candidate's own likeliest ids, as many as the longest row has, by a route for the tokens
+    of prompts.
+    """
     (found,) = route(transport, model, [tuple(tokens)], max(map(len, topk)))
     rows = [
         (token, {**likely, token: value})
@@ -320,7 +393,9 @@ def by_likeliest(
     return _topk(first, rows[first:], "candidate")
 
 
-_VLLM, _ECHO, _SGLANG = (partial(by_likeliest, route) for route in (by_prompt_logprobs, by_echo, by_sglang))
+_VLLM, _ECHO, _SGLANG = (
+    partial(by_likeliest, route) for route in (by_prompt_logprobs, by_echo, by_sglang)
+)
 
 
 def topk_routes(kind: str) -> tuple[TopkRoute, ...]:
@@ -336,15 +411,21 @@ def topk_logprobs(
     first: int,
     routes: Sequence[TopkRoute],
 ) -> tuple[TopkLogprobs, TopkRoute]:
-    """Score by the first of `routes` that the server knows, and that route; BadScores with all reasons if none."""
+    """Score by the first of `routes` that the server knows, and that route; BadScores with all
+    reasons if none.
+    """
     if first < 1 or len(tokens) - first != len(topk) or not topk:
-        raise ValueError(f"{len(tokens)} tokens from {first} on need {len(tokens) - first} rows of ids")
+        raise ValueError(
+            f"{len(tokens)} tokens from {first} on need {len(tokens) - first} rows of ids"
+        )
     reasons = []
     refusals: list[Unauthorized] = []
     for route in routes:
         try:
             return route(transport, model, tokens, topk, first), route
-        except Unauthorized as error:  # one route may be forbidden: vLLM's scale-out endpoints are off by default
+        except (
+            Unauthorized
+        ) as error:  # one route may be forbidden: vLLM's scale-out endpoints are off by default
             refusals.append(error)
             reasons.append(error.message)
         except (NotFound, RequestRefused, BadScores) as error:
@@ -361,14 +442,19 @@ def _topk(
     *,
     with_best: bool = False,
 ) -> TopkLogprobs:
-    """Check that every row holds log-probabilities of one distribution, and its own token's among them."""
+    """Check that every row holds log-probabilities of one distribution, and its own token's among
+    them.
+    """
     clean: list[dict[int, float]] = []
     for i, (token, row) in enumerate(rows):
         values = {key: _logprob(value) for key, value in row.items()}
         checked = {key: value for key, value in values.items() if value is not None}
         if len(checked) < len(values) or token not in checked:
             raise BadScores(f"position {first + i} holds something that is no log-probability")
-        if max(checked.values()) > _ROUNDING or math.fsum(map(math.exp, checked.values())) > 1 + _ROUNDING:
+        if (
+            max(checked.values()) > _ROUNDING
+            or math.fsum(map(math.exp, checked.values())) > 1 + _ROUNDING
+        ):
             raise BadScores(f"the probabilities at position {first + i} sum to more than 1")
         clean.append(checked)
     target = tuple(row[token] for (token, _), row in zip(rows, clean, strict=True))
@@ -404,7 +490,10 @@ def _array(value: Any, shape: tuple[int, int]) -> Any:
 def greedy_request(prefix: tuple[int, ...], count: int) -> Request:
     """The request for `count` greedy tokens, each with the likeliest ids, named by number."""
     return Request(
-        prompt=prefix, max_tokens=count, ignore_eos=True, extra={"logprobs": 2, "return_tokens_as_token_ids": True}
+        prompt=prefix,
+        max_tokens=count,
+        ignore_eos=True,
+        extra={"logprobs": 2, "return_tokens_as_token_ids": True},
     )
 
 
@@ -412,8 +501,12 @@ def read_greedy(choice: Mapping[str, Any], count: int) -> list[GreedyStep]:
     """The steps in an answer to it; BadScores where they are not there, or not named by number."""
     held = as_object(choice.get("logprobs"))
     tokens, tops = held.get("tokens"), held.get("top_logprobs")
-    if not (isinstance(tokens, list) and isinstance(tops, list) and len(tokens) == len(tops) == count):
-        raise BadScores(f"{count} greedy tokens with their likeliest ids were asked for, others came back")
+    if not (
+        isinstance(tokens, list) and isinstance(tops, list) and len(tokens) == len(tops) == count
+    ):
+        raise BadScores(
+            f"{count} greedy tokens with their likeliest ids were asked for, others came back"
+        )
     steps = []
     for name, top in zip(tokens, tops, strict=True):
         token = token_id(name) if isinstance(name, str) else None
@@ -426,19 +519,24 @@ def read_greedy(choice: Mapping[str, Any], count: int) -> list[GreedyStep]:
     return steps
 
 
-# The likeliest tokens at each step of an answer, by their text: what every server with logprobs can give.
+# The likeliest tokens at each step of an answer, by their text: what every server with logprobs can
+# give.
 
 
 @dataclass(frozen=True)
 class TopToken:
-    """One generated token, its log-probability (natural log), and those of the likeliest tokens there, by text."""
+    """One generated token, its log-probability (natural log), and those of the likeliest tokens
+    there, by text.
+    """
 
     text: str
     logprob: float
     likely: Mapping[str, float]
 
     def gap(self, other: str) -> float:
-        """How much more likely this token was than `other`, in nats; than the last one listed where that is not."""
+        """How much more likely this token was than `other`, in nats; than the last one listed where
+        that is not.
+        """
         listed = [value for text, value in self.likely.items() if text != self.text]
         return self.logprob - self.likely.get(other, min(listed, default=-math.inf))
 
@@ -451,7 +549,9 @@ class TopToken:
 
 
 def read_top(choice: Mapping[str, Any]) -> tuple[TopToken, ...]:
-    """The tokens of an answer with the likeliest at each, in the chat or the completions shape; empty without them."""
+    """The tokens of an answer with the likeliest at each, in the chat or the completions shape;
+    empty without them.
+    """
     held = as_object(choice.get("logprobs"))
     content = held.get("content")
     rows: list[tuple[Any, Any, dict[str, Any]]] = []
@@ -460,7 +560,11 @@ def read_top(choice: Mapping[str, Any]) -> tuple[TopToken, ...]:
             top = item.get("top_logprobs")
             named = map(as_object, top if isinstance(top, list) else ())
             rows.append(
-                (item.get("token"), item.get("logprob"), {str(t.get("token")): t.get("logprob") for t in named})
+                (
+                    item.get("token"),
+                    item.get("logprob"),
+                    {str(t.get("token")): t.get("logprob") for t in named},
+                )
             )
     else:
         columns = [held.get(name) for name in ("tokens", "token_logprobs", "top_logprobs")]

@@ -1,8 +1,10 @@
-"""vLLM in this process: runs windows through the engine, whose ranks keep the final states of the wanted rows.
+"""vLLM in this process: runs windows through the engine, whose ranks keep the final states of the
+wanted rows.
 
-The engine's scheduler is stepped from here, so nothing else runs in it; prefix caching and asynchronous scheduling
-are off, and model runner V1 is asked for, as its batch is what the ledger reads. The model is in this process too where
-one GPU holds it; with tensor or pipeline parallelism vLLM has a process for every rank (`assay.engines.vllm.ranks`).
+The engine's scheduler is stepped from here, so nothing else runs in it; prefix caching and
+asynchronous scheduling are off, and model runner V1 is asked for, as its batch is what the ledger
+reads. The model is in this process too where one GPU holds it; with tensor or pipeline parallelism
+vLLM has a process for every rank (`assay.engines.vllm.ranks`).
 """
 
 from __future__ import annotations
@@ -39,12 +41,22 @@ from assay.engines.scoring import (
 )
 from assay.engines.specs import tokenizer_facts
 from assay.engines.vllm.hooks import WINDOW
-from assay.engines.vllm.ranks import Failure, HeadFile, WindowPlan, batch_size, cache_reads, merged, plan_window
+from assay.engines.vllm.ranks import (
+    Failure,
+    HeadFile,
+    WindowPlan,
+    batch_size,
+    cache_reads,
+    merged,
+    plan_window,
+)
 from assay.engines.vllm.start import REPORTS, VllmSpec, forget_ranks, reason_of, start_llm
 from assay.errors import AssayError, UsageError
 
 _AT_ONCE = 64
-"""Windows that run together where nobody says how many: more make no GPU faster, and their states need room too."""
+"""Windows that run together where nobody says how many: more make no GPU faster, and their states
+need room too.
+"""
 _Taken = TypeVar("_Taken")
 
 
@@ -104,11 +116,14 @@ class VllmCore:
     def head(self) -> Head:
         """The output head; checked against the engine's own logits when the first states come.
 
-        Of several ranks it is put together in the main memory, which only storing a reference needs.
+        Of several ranks it is put together in the main memory, which only storing a reference
+        needs.
         """
         if self.spec.ranks == 1:
             return self._call("own_head")  # type: ignore[no-any-return]
-        parts = sorted((a for a in self._all("head_rows") if a is not None), key=lambda part: part[0])
+        parts = sorted(
+            (a for a in self._all("head_rows") if a is not None), key=lambda part: part[0]
+        )
         first = parts[0][1]
         weight = torch.cat([head.weight for _, head in parts])
         bias = None if first.bias is None else torch.cat([head.bias for _, head in parts])
@@ -155,7 +170,9 @@ class VllmCore:
         }
 
     def begin(self, job: ScoreJob, length: int) -> int:
-        """Get ready for windows of `length` tokens, with the hook of the job in place; how many of them run together."""
+        """Get ready for windows of `length` tokens, with the hook of the job in place; how many of
+        them run together.
+        """
         longest = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
         if length > longest:
             raise self._too_little_room(length, longest)
@@ -170,7 +187,9 @@ class VllmCore:
             # By prefill nothing is fed after a prefix.
             prefix = length if job.path is ScoringPath.PREFILL else job.scored_from - 1
             self._passes = self._call("begin", job.hook, prefix, self.spec.enforce_eager)
-        return job.batch or max(1, min(_AT_ONCE, self._room(_AT_ONCE, plan_window(length, job), length)))
+        return job.batch or max(
+            1, min(_AT_ONCE, self._room(_AT_ONCE, plan_window(length, job), length))
+        )
 
     def _room(self, wanted: int, plan: WindowPlan, length: int) -> int:
         """How many of `wanted` windows the engine has room for."""
@@ -200,17 +219,22 @@ class VllmCore:
         if job is None or not isinstance(job.hook, HookSpec):
             return Engagement(bytes_read=bytes_read, notes=notes)
         parts = [part for part in self._all("engagement") if part is not None]
-        counted = parts[0] if len(parts) == 1 else getattr(load_hook(job.hook), "merged", merged)(parts)
+        counted = (
+            parts[0] if len(parts) == 1 else getattr(load_hook(job.hook), "merged", merged)(parts)
+        )
         return Engagement(counted.fires, bytes_read, counted.per_layer, {**counted.notes, **notes})
 
     def score(self, windows: Sequence[Window]) -> list[torch.Tensor]:
-        """States [length − scored_from, d] of each window, on the engine's device; of several ranks on the CPU.
+        """States [length − scored_from, d] of each window, on the engine's device; of several ranks
+        on the CPU.
 
         A batch that does not fit into memory is halved and tried again.
         """
         return self._scored(windows, lambda part: list(self._call("states")))
 
-    def _scored(self, windows: Sequence[Window], take: Callable[[Sequence[Window]], list[_Taken]]) -> list[_Taken]:
+    def _scored(
+        self, windows: Sequence[Window], take: Callable[[Sequence[Window]], list[_Taken]]
+    ) -> list[_Taken]:
         """What `take` gives for each window of a batch that went through, of all batches."""
         if self._job is None:
             raise RuntimeError("score() before begin()")
@@ -230,7 +254,9 @@ class VllmCore:
                 raise _failed(error) from error
 
         def too_large(window: Window) -> AssayError:
-            return memory_error(f"a single window of {length:,} tokens", torch.device(self.ranks[-1]["device"]))
+            return memory_error(
+                f"a single window of {length:,} tokens", torch.device(self.ranks[-1]["device"])
+            )
 
         self._batches = self._batches.again(batch) if self._batches else Batches(batch)
         return [found for _, found in self._batches.run(windows, scored, too_large)]
@@ -238,7 +264,9 @@ class VllmCore:
     def _score_batch(self, windows: Sequence[Window], job: ScoreJob, plan: WindowPlan) -> None:
         """Run a batch; the ranks then hold its states."""
         self._run += 1
-        keys = {self._run * 1_000_000 + i: np.asarray(w.tokens, np.int32) for i, w in enumerate(windows)}
+        keys = {
+            self._run * 1_000_000 + i: np.asarray(w.tokens, np.int32) for i, w in enumerate(windows)
+        }
         for index in range(self._passes):
             self._all("start", keys, job.scored_from - 1, plan.blocks, index)
             self._pass(keys, plan)
@@ -250,7 +278,9 @@ class VllmCore:
         engine = self._llm.llm_engine
         for key, tokens in keys.items():
             engine.add_request(
-                str(key), {"prompt_token_ids": tokens[: plan.prompt].tolist()}, _params(key, tokens, plan)
+                str(key),
+                {"prompt_token_ids": tokens[: plan.prompt].tolist()},
+                _params(key, tokens, plan),
             )
         try:
             steps = 0
@@ -272,7 +302,8 @@ class VllmCore:
         self._cut_prompts_at(0)
 
     def _cut_prompts_at(self, tokens: int, *, alone: bool = False) -> None:
-        """Let the scheduler take at most so many tokens of every prompt in a step; 0 as many as fit.
+        """Let the scheduler take at most so many tokens of every prompt in a step; 0 as many as
+        fit.
 
         vLLM 0.32 cuts no prompt that is `alone`, so that then the whole step is cut.
         """
@@ -292,12 +323,14 @@ class VllmCore:
     def reduce(
         self, windows: Sequence[Window], references: Sequence[StateRows], target: str
     ) -> list[dict[str, torch.Tensor]]:
-        """Statistics of each window against the states of a reference, computed where the engine is.
+        """Statistics of each window against the states of a reference, computed where the engine
+        is.
 
-        `target` names a function by import path (`package.module:name`) that takes the rows of all windows of both sides
-        and gives a dataclass of tensors for each; they come back by field name, on the CPU. The whole batch is copied
-        there at once, so that the engine's device does not wait after every window. Ranks compute their shares of one
-        window after the other, with a `VocabularyShard` as third argument.
+        `target` names a function by import path (`package.module:name`) that takes the rows of all
+        windows of both sides and gives a dataclass of tensors for each; they come back by field
+        name, on the CPU. The whole batch is copied there at once, so that the engine's device does
+        not wait after every window. Ranks compute their shares of one window after the other, with
+        a `VocabularyShard` as third argument.
         """
         if self._job is None:
             raise RuntimeError("reduce() before begin()")
@@ -306,13 +339,19 @@ class VllmCore:
             module, _, name = target.partition(":")
             function = getattr(import_module(module), name)
             head = self.head
-            rows = [StateRows(w, first, s, head) for w, s in zip(windows, self.score(windows), strict=True)]
+            rows = [
+                StateRows(w, first, s, head)
+                for w, s in zip(windows, self.score(windows), strict=True)
+            ]
             return to_host([vars(found) for found in function(references, rows)])
         number = self._number(references[0].head)
         states = {reference.window.index: reference.states for reference in references}
 
         def take(part: Sequence[Window]) -> list[dict[str, torch.Tensor]]:
-            return [self._reduced(i, w, first, states[w.index].cpu(), number, target) for i, w in enumerate(part)]
+            return [
+                self._reduced(i, w, first, states[w.index].cpu(), number, target)
+                for i, w in enumerate(part)
+            ]
 
         return self._scored(windows, take)
 
@@ -320,12 +359,17 @@ class VllmCore:
         """Statistics of a window of the batch, from its ranks, which must agree bit for bit."""
         found = [answer for answer in self._all("reduce", place, *arguments) if answer is not None]
         for other in found[1:]:
-            if any(not torch.equal(values.nan_to_num(), other[name].nan_to_num()) for name, values in found[0].items()):
+            if any(
+                not torch.equal(values.nan_to_num(), other[name].nan_to_num())
+                for name, values in found[0].items()
+            ):
                 raise _failed(RuntimeError("its ranks came to different sums"))
         return dict(found[0])
 
     def _number(self, head: Head | HeadFile) -> int:
-        """The number under which the ranks have their rows of a reference's head; they read them from its file."""
+        """The number under which the ranks have their rows of a reference's head; they read them
+        from its file.
+        """
         for number, known in enumerate(self._heads):
             if known is head:
                 return number
@@ -333,18 +377,26 @@ class VllmCore:
             self._folder = tempfile.TemporaryDirectory(prefix="assay-heads-")
         self._heads.append(head)
         number = len(self._heads) - 1
-        file = head if isinstance(head, HeadFile) else HeadFile.of(head, Path(self._folder.name), number)
+        file = (
+            head
+            if isinstance(head, HeadFile)
+            else HeadFile.of(head, Path(self._folder.name), number)
+        )
         self._all("keep_head", number, file)
         return number
 
     def greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
-        """`count` greedy tokens after each prefix, with vLLM's own log-probabilities of the two likeliest."""
+        """`count` greedy tokens after each prefix, with vLLM's own log-probabilities of the two
+        likeliest.
+        """
         from vllm import SamplingParams
 
         longest = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
         if len(prefixes[0]) + count > longest:
             raise self._too_little_room(len(prefixes[0]) + count, longest)
-        asked = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=2, detokenize=False)
+        asked = SamplingParams(
+            temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=2, detokenize=False
+        )
         prompts = [{"prompt_token_ids": list(map(int, prefix))} for prefix in prefixes]
         answers = self._llm.generate(prompts, asked, use_tqdm=False)
         return [_steps(answer.outputs[0]) for answer in answers]
@@ -368,14 +420,18 @@ class VllmCore:
     def _too_little_room(self, length: int, longest: int) -> UsageError:
         return UsageError(
             f"windows of {length} tokens do not fit into max_model_len={longest}",
-            remedy=f"write vllm:{Path(self.spec.model).name}?max_model_len={length}, or use shorter windows",
+            remedy=(
+                f"write vllm:{Path(self.spec.model).name}?max_model_len={length}, or use shorter"
+                " windows"
+            ),
             finding_id="fidelity.usage",
         )
 
     def _too_long(self, plan: WindowPlan, length: int) -> AssayError:
         return AssayError(
-            f"not one window of {length} tokens fits: a step holds {self.spec.batched_tokens:,} tokens (this path needs "
-            f"{plan.largest:,}), the KV cache {self.cache['cache_tokens']:,}",
+            f"not one window of {length} tokens fits: a step holds {self.spec.batched_tokens:,}"
+            f" tokens (this path needs {plan.largest:,}), the KV cache"
+            f" {self.cache['cache_tokens']:,}",
             finding_id="fidelity.engine_failed",
             remedy="set max_num_batched_tokens and kv_cache_gib, or use shorter windows",
         )
@@ -393,11 +449,15 @@ def _params(key: int, tokens: Any, plan: WindowPlan) -> Any:
         extra[FORCED] = forced
     else:
         forced = forced[:1]
-    return SamplingParams(temperature=0.0, max_tokens=len(forced), ignore_eos=True, detokenize=False, extra_args=extra)
+    return SamplingParams(
+        temperature=0.0, max_tokens=len(forced), ignore_eos=True, detokenize=False, extra_args=extra
+    )
 
 
 def _steps(output: Any) -> list[GreedyStep]:
-    """The steps of one continuation of vLLM, whose log-probabilities are the true ones (`raw_logprobs`)."""
+    """The steps of one continuation of vLLM, whose log-probabilities are the true ones
+    (`raw_logprobs`).
+    """
     steps = []
     for token, entries in zip(output.token_ids, output.logprobs, strict=True):
         values = {int(key): float(entry.logprob) for key, entry in entries.items()}
@@ -407,7 +467,9 @@ def _steps(output: Any) -> list[GreedyStep]:
 
 
 def _cache_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The cache of all ranks together: each holds the heads and layers that it has, for as many tokens as the smallest."""
+    """The cache of all ranks together: each holds the heads and layers that it has, for as many
+    tokens as the smallest.
+    """
     return {
         **ranks[0],
         "cache_tokens": min(rank["cache_tokens"] for rank in ranks),
@@ -440,7 +502,10 @@ class _Deaths:
 
     def _wait(self) -> None:
         rank, process = self._processes[wait(list(self._processes))[0]]
-        for _ in range(20):  # vLLM's own monitor may have asked for the status just now: then the first try finds none
+        for _ in range(
+            20
+            # vLLM's own monitor may have asked for the status just now: then the first try finds none
+        ):
             process.join(0.1)
             if process.exitcode is not None:
                 break
@@ -471,10 +536,15 @@ class _Deaths:
             how += " (the system may have run out of memory)"
         smaller = "use a smaller --batch, shorter windows or a smaller gpu_memory_utilization"
         return AssayError(
-            f"rank {rank} of {spec.ranks} of vLLM ended while it scored: {reason_of(RuntimeError(how))}",
+            f"rank {rank} of {spec.ranks} of vLLM ended while it scored:"
+            f" {reason_of(RuntimeError(how))}",
             finding_id=told.get("finding_id") or "fidelity.engine_failed",
             remedy=told.get("remedy")
-            or (smaller if told.get("memory") or status == -9 else "run it again: what was scored so far is kept"),
+            or (
+                smaller
+                if told.get("memory") or status == -9
+                else "run it again: what was scored so far is kept"
+            ),
             evidence={"rank": rank, "status": status},
         )
 
@@ -491,5 +561,8 @@ def _failed(error: BaseException) -> AssayError:
     return AssayError(
         f"vLLM failed while it scored: {reason_of(error)}",
         finding_id="fidelity.engine_failed",
-        remedy="use a smaller batch or shorter windows; without enforce_eager=false there are no CUDA graphs to fail",
+        remedy=(
+            "use a smaller batch or shorter windows; without enforce_eager=false there are no CUDA"
+            " graphs to fail"
+        ),
     )

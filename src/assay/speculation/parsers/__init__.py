@@ -1,6 +1,8 @@
-"""A parser reads lines, JSON objects or metrics samples of one engine into observations: one engine a file.
+"""A parser reads lines, JSON objects or metrics samples of one engine into observations: one engine
+a file.
 
-`named` reads figures that say themselves what they count. A new engine is a new file and a line in `scan.PARSERS`.
+`named` reads figures that say themselves what they count. A new engine is a new file and a line in
+`scan.PARSERS`.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from assay.speculation.record import MOST_POSITIONS, Observation
 class Line:
     """One log line without colours, and what its prefix says about where it comes from.
 
-    `process` tells writers apart (container, process id, child of a router); `replica` is a data-parallel engine such
-    as `DP0`, `port` the `[port]` with which a router marks the lines of its children.
+    `process` tells writers apart (container, process id, child of a router); `replica` is a
+    data-parallel engine such as `DP0`, `port` the `[port]` with which a router marks the lines of
+    its children.
     """
 
     text: str
@@ -40,7 +43,8 @@ class Sample:
 class Parser:
     """Base class: a parser overrides what its engine writes. All hooks must survive any input.
 
-    The search in large logs is made from `needles` and `company`: a line that holds neither is never seen by a parser.
+    The search in large logs is made from `needles` and `company`: a line that holds neither is
+    never seen by a parser.
     """
 
     engine = ""
@@ -51,10 +55,14 @@ class Parser:
     company: tuple[str, ...] = ()
     """Where not empty, such a line must hold one of these as well."""
     near: tuple[str, ...] = ()
-    """`line` is also called for lines that hold one of these, if they stand just before or after one with a needle."""
+    """`line` is also called for lines that hold one of these, if they stand just before or after
+    one with a needle.
+    """
 
     def line(self, line: Line) -> Iterable[Observation] | None:
-        """Observations in one log line, which the parser may remember for later ones; None if it is not its line."""
+        """Observations in one log line, which the parser may remember for later ones; None if it is
+        not its line.
+        """
         return None
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
@@ -66,11 +74,15 @@ class Parser:
         return ()
 
     def settle(self, observations: Sequence[Observation]) -> Sequence[Observation]:
-        """This engine's observations of one source once all are known, with what only their whole can tell."""
+        """This engine's observations of one source once all are known, with what only their whole
+        can tell.
+        """
         return observations
 
     def silent(self, head: str) -> Iterable[Observation]:
-        """What the start of a log shows of times that drafted nothing; asked once all lines are read."""
+        """What the start of a log shows of times that drafted nothing; asked once all lines are
+        read.
+        """
         return ()
 
     def wants(self, low: str) -> bool:
@@ -99,14 +111,24 @@ MOST = 10**15
 def count(value: Any) -> int | None:
     """`value` as a count, 0 or more; None for anything else."""
     result = number(value)
-    return int(result) if result is not None and 0 <= result <= MOST and result == int(result) else None
+    return (
+        int(result)
+        if result is not None and 0 <= result <= MOST and result == int(result)
+        else None
+    )
 
 
 def counts(values: Any) -> tuple[int, ...] | None:
-    """A list of counts; None if `values` is not one. A mapping {"0": 39, "3": 3} is a list with gaps."""
+    """A list of counts; None if `values` is not one. A mapping {"0": 39, "3": 3} is a list with
+    gaps.
+    """
     if isinstance(values, Mapping):
         by_index = {count(k): v for k, v in values.items()}
-        if None in by_index or not by_index or max(k for k in by_index if k is not None) > MOST_POSITIONS:
+        if (
+            None in by_index
+            or not by_index
+            or max(k for k in by_index if k is not None) > MOST_POSITIONS
+        ):
             return None
         values = [by_index.get(i, 0) for i in range(max(k for k in by_index if k is not None) + 1)]
     if not isinstance(values, list | tuple) or not values or len(values) > MOST_POSITIONS:
@@ -115,8 +137,12 @@ def counts(values: Any) -> tuple[int, ...] | None:
     return None if any(v is None for v in result) else tuple(v for v in result if v is not None)
 
 
-def positions_from(histogram: Sequence[int] | None, depth: int | None = None) -> tuple[int, ...] | None:
-    """Accepted drafts per position of a histogram, padded with zeros to `depth` positions; None without one."""
+def positions_from(
+    histogram: Sequence[int] | None, depth: int | None = None
+) -> tuple[int, ...] | None:
+    """Accepted drafts per position of a histogram, padded with zeros to `depth` positions; None
+    without one.
+    """
     if not histogram:
         return None
     own = from_histogram(histogram)[2]

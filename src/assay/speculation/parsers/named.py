@@ -1,5 +1,6 @@
-"""Figures that are named: `drafted=35 accepted=29`, `Draft: 511 / 904 tokens accepted`, one figure a line, keys of a JSON
-object, names on a metrics page. One vocabulary reads them all, whoever wrote them.
+"""Figures that are named: `drafted=35 accepted=29`, `Draft: 511 / 904 tokens accepted`, one figure
+a line, keys of a JSON object, names on a metrics page. One vocabulary reads them all, whoever wrote
+them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,38 @@ from assay.speculation.parsers import Line, Parser, Sample, count, counts, numbe
 from assay.speculation.record import MOST_POSITIONS, Kind, Observation, fell, position_counts
 
 DRAFTING = (
-    "draft", "specul", "spec_", "spec-", "spec ", "specdec", "mtp", "eagle", "medusa", "dflash", "nextn", "ngram", "n-gram",
-    "lookahead", "propos", "accept_len", "accept len", "acceptance len", "tok/cycle", "toks/fwd", "tok/step",
-    "tokens_per_", "rounds=", "cycles=",
-)  # fmt: skip
+    "draft",
+    "specul",
+    "spec_",
+    "spec-",
+    "spec ",
+    "specdec",
+    "mtp",
+    "eagle",
+    "medusa",
+    "dflash",
+    "nextn",
+    "ngram",
+    "n-gram",
+    "lookahead",
+    "propos",
+    "accept_len",
+    "accept len",
+    "acceptance len",
+    "tok/cycle",
+    "toks/fwd",
+    "tok/step",
+    "tokens_per_",
+    "rounds=",
+    "cycles=",
+)
 """Words that name drafting in a log line."""
-NAMES_DRAFTING = re.compile(r"draft|specul|spec_|mtp|eagle|medusa|dflash|nextn|ngram|lookahead|propos", re.I)
+NAMES_DRAFTING = re.compile(
+    r"draft|specul|spec_|mtp|eagle|medusa|dflash|nextn|ngram|lookahead|propos", re.I
+)
 
-# Words that may stand before or after the one that matters: `total_draft_tokens_count`, `spec_num_correct_drafts`.
+# Words that may stand before or after the one that matters: `total_draft_tokens_count`,
+# `spec_num_correct_drafts`.
 _BEFORE = (
     r"(?:(?:number_of|num|n|total|all|sum|aggregate|spec(?:ulative|ulation)?|decod(?:e|ing)|mtp|eagle3?|dflash|ngram"
     r"|avg|average|mean|overall|token)_)*"
@@ -50,11 +75,14 @@ _GENERATED = re.compile(
     r"(?:(?:num|n|total|avg)_)*(?:emitted|generated|predicted|pred|predict|output|completion|decoded)(?:_tokens?)?"
     r"(?:_n|_count)?|tokens"
 )
-_AT = re.compile(r"(accepted|drafted)(?:_tokens)?_(?:by_depth|by_position|per_pos(?:ition)?)(?:_total)?$")
+_AT = re.compile(
+    r"(accepted|drafted)(?:_tokens)?_(?:by_depth|by_position|per_pos(?:ition)?)(?:_total)?$"
+)
 
 _NUMBER = r"(?:nan|n/a|\d[\d,]{0,20}(?:\.\d{0,20})?)"
 _PAIR = re.compile(
-    rf"([A-Za-z#][\w/# ().%-]{{0,60}}?)[\"']?\s{{0,9}}([=:])\s*[\"']?({_NUMBER})(?![\w:])\s*(%|/\s*\d[\d,]{{0,20}})?(?![\w:])",
+    r"([A-Za-z#][\w/#"
+    rf" ().%-]{{0,60}}?)[\"']?\s{{0,9}}([=:])\s*[\"']?({_NUMBER})(?![\w:])\s*(%|/\s*\d[\d,]{{0,20}})?(?![\w:])",
     re.I,
 )
 _OF = re.compile(r"(?<![\d,.])(\d[\d,]{0,20})\s?(?:/|of|out of)\s?(\d[\d,]{0,20})(?!\d)")
@@ -63,7 +91,8 @@ _NOUN = re.compile(
     re.I,
 )
 _VERB = re.compile(
-    r"\b(drafted|proposed|accepted|rejected)\s+(\d[\d,]{0,20})\b(?!\s*(?:/|of\b|out of\b|\.\d|%)|\s+(?!draft|tok)\w)",
+    r"\b(drafted|proposed|accepted|rejected)\s+(\d[\d,]{0,20})\b(?!\s*(?:/|of\b|out"
+    r" of\b|\.\d|%)|\s+(?!draft|tok)\w)",
     re.I,
 )
 _DEPTHS = re.compile(r"\bd(\d{1,3})=(\d+)/(\d+)")
@@ -81,15 +110,23 @@ FORMS = (
     ("atom", re.compile(r"\[MTP Stats\s*\]"), Kind.TOTAL),
     ("exllamav3", re.compile(r"\bMetrics \(ID: "), Kind.REQUEST),
     ("llama.cpp", re.compile(r"\bpred=\s*\d+ draft=\s*\d+ acc="), Kind.REQUEST),
-    ("vllm", re.compile(r"\bspec(?:ulative)?[ _-]?decod(?:e|ing)[ _-]metrics\b", re.I), Kind.WINDOW),
+    (
+        "vllm",
+        re.compile(r"\bspec(?:ulative)?[ _-]?decod(?:e|ing)[ _-]metrics\b", re.I),
+        Kind.WINDOW,
+    ),
 )
-"""Lines whose writer is known, and whether its counts are of a request, of an interval or since start."""
+"""Lines whose writer is known, and whether its counts are of a request, of an interval or since
+start.
+"""
 UNKNOWN = "other"
 """The engine of figures that say what they count but not who counted."""
 
 
 def role_of(key: str, whole: bool = False) -> str | None:
-    """What a key counts: `totalDraftTokensCount` is "drafted". Words before it are left out unless `whole`."""
+    """What a key counts: `totalDraftTokensCount` is "drafted". Words before it are left out unless
+    `whole`.
+    """
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key.strip()[:80]).lower()
     name = re.sub(r"[^a-z0-9]+", "_", name.replace("/", "_per_")).strip("_")
     if _GENERATED.fullmatch(name):
@@ -134,9 +171,19 @@ class Figures:
             self.put(role, value)
 
     def observation(self, engine: str, kind: Kind, **known: Any) -> Observation | None:
-        """What the figures say; None if they do not tell how many draft tokens were accepted, or how long a step is."""
-        drafted, accepted, drafts = self.count("drafted"), self.count("accepted"), self.count("drafts")
-        rejected, at, tried = self.count("rejected"), self.at.get("accepted"), self.at.get("drafted")
+        """What the figures say; None if they do not tell how many draft tokens were accepted, or
+        how long a step is.
+        """
+        drafted, accepted, drafts = (
+            self.count("drafted"),
+            self.count("accepted"),
+            self.count("drafts"),
+        )
+        rejected, at, tried = (
+            self.count("rejected"),
+            self.at.get("accepted"),
+            self.at.get("drafted"),
+        )
         if at and (drafts or tried):
             accepted = sum(at) if accepted is None else accepted
             drafts = tried[0] if tried else drafts
@@ -146,22 +193,36 @@ class Figures:
             drafted = accepted + rejected
         if drafted == 0 and accepted is None:
             accepted = 0
-        if drafted is not None and accepted is not None and accepted > drafted + max(8, drafted // 50):
+        if (
+            drafted is not None
+            and accepted is not None
+            and accepted > drafted + max(8, drafted // 50)
+        ):
             return None  # whatever these count, it is not this
         block = self.count("block")
         depth = self.count("depth") or (block - 1 if block else None)
-        if depth is not None and (depth > MOST_POSITIONS or (drafts and drafted and drafted > drafts * depth)):
+        if depth is not None and (
+            depth > MOST_POSITIONS or (drafts and drafted and drafted > drafts * depth)
+        ):
             depth = None
         length, rate, multiplier = (self.own.get(name) for name in ("length", "rate", "multiplier"))
         if length is not None and not 1 <= length <= MOST_POSITIONS:
             length = None
         if accepted is not None and (drafted is not None or drafts is not None):
             return Observation(
-                engine=engine, kind=kind, definition="named", drafted=drafted, accepted=accepted,
-                drafts=0 if drafted == 0 else drafts, accepted_per_position=at, drafts_per_position=tried,
-                generated=self.count("generated"), num_speculative_tokens=depth,
-                mean_acceptance_length=length if drafts is None else None, **known,
-            )  # fmt: skip
+                engine=engine,
+                kind=kind,
+                definition="named",
+                drafted=drafted,
+                accepted=accepted,
+                drafts=0 if drafted == 0 else drafts,
+                accepted_per_position=at,
+                drafts_per_position=tried,
+                generated=self.count("generated"),
+                num_speculative_tokens=depth,
+                mean_acceptance_length=length if drafts is None else None,
+                **known,
+            )
         if length is not None and length < 1.005:
             rate = 0.0  # some rates are length / draft tokens
         if rate is not None and not 0 <= rate <= 1:
@@ -170,10 +231,16 @@ class Figures:
             return None
         summary = kind is Kind.SUMMARY
         return Observation(
-            engine=engine, kind=kind if summary else Kind.VALUE, definition="named", weight=None if summary else 1.0,
-            acceptance_rate=rate, mean_acceptance_length=length, num_speculative_tokens=depth, multiplier=multiplier,
+            engine=engine,
+            kind=kind if summary else Kind.VALUE,
+            definition="named",
+            weight=None if summary else 1.0,
+            acceptance_rate=rate,
+            mean_acceptance_length=length,
+            num_speculative_tokens=depth,
+            multiplier=multiplier,
             **known,
-        )  # fmt: skip
+        )
 
 
 def figures_in(text: str) -> Figures:
@@ -188,13 +255,19 @@ def figures_in(text: str) -> Figures:
             found.put("drafted", count(match[2]))
     for value, noun in _NOUN.findall(text):
         found.put("drafted" if noun.lower() == "proposed" else noun.lower(), count(value))
-    said = {("drafted" if verb.lower() == "proposed" else verb.lower()): value for verb, value in _VERB.findall(text)}
+    said = {
+        ("drafted" if verb.lower() == "proposed" else verb.lower()): value
+        for verb, value in _VERB.findall(text)
+    }
     if len(said) > 1:  # "drafted 900 tokens, accepted 640"
         for role, value in said.items():
             found.put(role, count(value))
     depths = [(int(i), count(a), count(n)) for i, a, n in _DEPTHS.findall(text)]
     if depths and [i for i, _, _ in depths] == list(range(1, len(depths) + 1)):
-        found.at = {"accepted": tuple(a or 0 for _, a, _ in depths), "drafted": tuple(n or 0 for *_, n in depths)}
+        found.at = {
+            "accepted": tuple(a or 0 for _, a, _ in depths),
+            "drafted": tuple(n or 0 for *_, n in depths),
+        }
     for key, value in _LIST.findall(text):
         _by_position(found, key, value.replace(" ", "").strip(",").split(","))
     if shares := _SHARES.search(text):
@@ -207,7 +280,9 @@ def _by_position(found: Figures, key: str, value: Any) -> None:
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()
     match, own = _AT.search(name), counts(value)
     if match and own:
-        found.at[match[1]] = own[1:] if isinstance(value, Mapping) and not own[0] and len(own) > 1 else own
+        found.at[match[1]] = (
+            own[1:] if isinstance(value, Mapping) and not own[0] and len(own) > 1 else own
+        )
 
 
 def _spread(found: Figures, shares: Sequence[tuple[int, float]]) -> None:
@@ -235,8 +310,11 @@ class NamedParser(Parser):
         text = line.text[:_LONGEST]
         if _PROMPT.search(text):
             return None  # what a user wrote is no evidence
-        engine, kind = next(((e, kind) for e, form, kind in FORMS if form.search(text)), (UNKNOWN, Kind.REQUEST))
-        # Lines of one shape come from one place: whether they count since start shows when all are there.
+        engine, kind = next(
+            ((e, kind) for e, form, kind in FORMS if form.search(text)), (UNKNOWN, Kind.REQUEST)
+        )
+        # Lines of one shape come from one place: whether they count since start shows when all are
+        # there.
         shape = re.sub(r"\d[\d.,:%]*", "0", text[:200]) if engine == UNKNOWN else ""
         found = figures_in(text).observation(
             engine, kind, time=line.time, replica=line.replica, stream=f"{line.process} {shape}"
@@ -251,12 +329,22 @@ class NamedParser(Parser):
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
         """Totals since start: one for each set of labels."""
         groups: dict[tuple[str, ...], Figures] = defaultdict(Figures)
-        at: dict[tuple[str, ...], dict[str, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+        at: dict[tuple[str, ...], dict[str, dict[int, int]]] = defaultdict(
+            lambda: defaultdict(dict)
+        )
         for sample in samples:
             name = sample.name.lower()
-            if not NAMES_DRAFTING.search(name) or _OTHERS.match(name) or name.endswith(("_bucket", "_sum")):
+            if (
+                not NAMES_DRAFTING.search(name)
+                or _OTHERS.match(name)
+                or name.endswith(("_bucket", "_sum"))
+            ):
                 continue
-            group = tuple(v for k, v in sorted(sample.labels.items()) if k not in ("depth", "position", "pos", "k"))
+            group = tuple(
+                v
+                for k, v in sorted(sample.labels.items())
+                if k not in ("depth", "position", "pos", "k")
+            )
             place = count(sample.labels.get("depth", sample.labels.get("position")))
             role, by = role_of(name.rpartition(":")[2]), _AT.search(name)
             if by and place is not None and count(sample.value) is not None:
@@ -267,7 +355,9 @@ class NamedParser(Parser):
             for role, by_place in at[group].items():
                 own.at[role] = tuple(by_place[i] for i in sorted(by_place))
             where = "/".join(group)
-            found = own.observation(UNKNOWN, Kind.TOTAL, stream=where, replica=where if len(groups) > 1 else None)
+            found = own.observation(
+                UNKNOWN, Kind.TOTAL, stream=where, replica=where if len(groups) > 1 else None
+            )
             if found is not None:
                 yield found
 
@@ -280,7 +370,12 @@ class NamedParser(Parser):
             by_stream[o.engine, o.replica, o.stream].append(o)
         settled: list[Observation] = []
         for (engine, _, stream), own in by_stream.items():
-            if engine == UNKNOWN and stream and all(o.kind is Kind.REQUEST for o in own) and _only_grow(own):
+            if (
+                engine == UNKNOWN
+                and stream
+                and all(o.kind is Kind.REQUEST for o in own)
+                and _only_grow(own)
+            ):
                 own = [replace(o, kind=Kind.TOTAL) for o in own]
             settled += own
         return [o for o in settled if not _repeats(o, settled)]
@@ -304,7 +399,8 @@ def _only_grow(own: Sequence[Observation]) -> bool:
     """Whether no counter ever falls, over at least two lines: then they count since start."""
     pairs = list(pairwise(own))
     return bool(pairs) and all(
-        not fell(a, b) and (a.drafted or a.drafts or 0) < (b.drafted or b.drafts or 0) for a, b in pairs
+        not fell(a, b) and (a.drafted or a.drafts or 0) < (b.drafted or b.drafts or 0)
+        for a, b in pairs
     )
 
 
@@ -313,12 +409,19 @@ def _repeats(o: Observation, of: Sequence[Observation]) -> bool:
     if o.kind is not Kind.REQUEST or not o.drafted or len(of) < 3:
         return False
     others = [p for p in of if p is not o]
-    return all(getattr(o, name) == sum(getattr(p, name) or 0 for p in others) for name in ("drafted", "accepted"))
+    return all(
+        getattr(o, name) == sum(getattr(p, name) or 0 for p in others)
+        for name in ("drafted", "accepted")
+    )
 
 
-_FIGURE = re.compile(rf"^\W*([A-Za-z#][\w /()%#.-]{{0,60}}?)[\"']?\s*[:=]\s*[\"']?({_NUMBER})\s*(%?)[\"',]*\s*$", re.I)
+_FIGURE = re.compile(
+    rf"^\W*([A-Za-z#][\w /()%#.-]{{0,60}}?)[\"']?\s*[:=]\s*[\"']?({_NUMBER})\s*(%?)[\"',]*\s*$",
+    re.I,
+)
 _POSITION = re.compile(
-    r"^\W*(?:(pos(?:ition)?)|acceptance (?:rate )?at token) (\d{1,3}):\s*(\d[\d.]*)\s*%?\s*(?:\((\d+)/(\d+)\))?\s*$",
+    r"^\W*(?:(pos(?:ition)?)|acceptance (?:rate )?at token)"
+    r" (\d{1,3}):\s*(\d[\d.]*)\s*%?\s*(?:\((\d+)/(\d+)\))?\s*$",
     re.I,
 )
 
@@ -334,7 +437,9 @@ class _Block:
 
 
 class SummaryParser(Parser):
-    """One figure a line, as `vllm bench serve`, vLLM's offline example and SGLang's benchmarks print them at the end."""
+    """One figure a line, as `vllm bench serve`, vLLM's offline example and SGLang's benchmarks
+    print them at the end.
+    """
 
     engine = "vllm"
     also = ("sglang",)
@@ -389,17 +494,27 @@ class SummaryParser(Parser):
 
     def settle(self, observations: Sequence[Observation]) -> Sequence[Observation]:
         """The summaries, beside what the log lines say."""
-        return [*observations, *(o for i, b in enumerate(self._blocks) if (o := _summary(b, i)) is not None)]
+        return [
+            *observations,
+            *(o for i, b in enumerate(self._blocks) if (o := _summary(b, i)) is not None),
+        ]
 
 
 def _summary(block: _Block, index: int) -> Observation | None:
-    found = block.figures.observation("sglang" if block.sglang else "vllm", Kind.SUMMARY, stream=f"run {index}")
+    found = block.figures.observation(
+        "sglang" if block.sglang else "vllm", Kind.SUMMARY, stream=f"run {index}"
+    )
     if found is None or not found.drafts or not found.drafted:
         return found
     k = found.drafted // found.drafts if found.drafted % found.drafts == 0 else None
     rates = [block.rates[i] for i in range(len(block.rates)) if i in block.rates]
     exact = tuple(block.exact[i] for i in range(len(block.exact)) if i in block.exact)
-    positions = exact or position_counts(found.drafts, rates, found.accepted, complete=len(rates) == k)
+    positions = exact or position_counts(
+        found.drafts, rates, found.accepted, complete=len(rates) == k
+    )
     return replace(
-        found, definition=f"{found.engine}_summary", num_speculative_tokens=k, accepted_per_position=positions or None
+        found,
+        definition=f"{found.engine}_summary",
+        num_speculative_tokens=k,
+        accepted_per_position=positions or None,
     )

@@ -1,4 +1,6 @@
-"""Engines with one form of their own: llama.cpp, TensorRT-LLM, MLC, FastDeploy, usage objects, drafting that gives up."""
+"""Engines with one form of their own: llama.cpp, TensorRT-LLM, MLC, FastDeploy, usage objects,
+drafting that gives up.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,18 @@ class OpenAIUsageParser(Parser):
         rejected = count(details.get("rejected_prediction_tokens"))
         if accepted is not None and rejected is not None:
             yield Observation(
-                engine=self.engine, kind=Kind.REQUEST, definition="openai_usage", drafted=accepted + rejected,
-                accepted=accepted, generated=count(value.get("completion_tokens")),
-            )  # fmt: skip
+                engine=self.engine,
+                kind=Kind.REQUEST,
+                definition="openai_usage",
+                drafted=accepted + rejected,
+                accepted=accepted,
+                generated=count(value.get("completion_tokens")),
+            )
 
 
-_GAVE_UP = re.compile(r"\b(spec-[\w-]+): req \S+ gave up \((.*?)verifies=(\d+) accepted=(\d+)/(\d+)")
+_GAVE_UP = re.compile(
+    r"\b(spec-[\w-]+): req \S+ gave up \((.*?)verifies=(\d+) accepted=(\d+)/(\d+)"
+)
 
 
 class GuardParser(Parser):
@@ -48,15 +56,25 @@ class GuardParser(Parser):
             return None
         return (
             Observation(
-                engine=self.engine, kind=Kind.REQUEST, definition="guard_request", drafts=count(match[3]),
-                accepted=count(match[4]), drafted=count(match[5]), time=line.time,
-                note="the engine stops drafting by itself after useless drafts; later requests look like speculation off",
+                engine=self.engine,
+                kind=Kind.REQUEST,
+                definition="guard_request",
+                drafts=count(match[3]),
+                accepted=count(match[4]),
+                drafted=count(match[5]),
+                time=line.time,
+                note=(
+                    "the engine stops drafting by itself after useless drafts; later requests look"
+                    " like speculation off"
+                ),
             ),
-        )  # fmt: skip
+        )
 
 
 class MlcParser(Parser):
-    """MLC's counts per draft slot. Slot 0 is the token that the target itself adds, so position i is slot i + 1."""
+    """MLC's counts per draft slot. Slot 0 is the token that the target itself adds, so position i
+    is slot i + 1.
+    """
 
     engine = "mlc-llm"
 
@@ -73,30 +91,40 @@ class MlcParser(Parser):
 
 
 class FastDeployParser(Parser):
-    """FastDeploy's `speculate_metrics`: `accepted_tokens` are all tokens of the reply, bonus tokens included, and head 0
-    of `accepted_tokens_per_head` counts the steps.
+    """FastDeploy's `speculate_metrics`: `accepted_tokens` are all tokens of the reply, bonus tokens
+    included, and head 0 of `accepted_tokens_per_head` counts the steps.
     """
 
     engine = "fastdeploy"
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
         """A `speculate_metrics` object."""
-        heads, emitted = counts(value.get("accepted_tokens_per_head")), count(value.get("accepted_tokens"))
+        heads, emitted = (
+            counts(value.get("accepted_tokens_per_head")),
+            count(value.get("accepted_tokens")),
+        )
         rejected = count(value.get("rejected_tokens"))
         if not heads or emitted is None or rejected is None or heads[0] > emitted:
             return
         accepted = emitted - heads[0]
         yield Observation(
-            engine=self.engine, kind=Kind.REQUEST, definition="fastdeploy_request", drafts=heads[0], accepted=accepted,
-            drafted=accepted + rejected, accepted_per_position=heads[1:] or None, generated=emitted,
-        )  # fmt: skip
+            engine=self.engine,
+            kind=Kind.REQUEST,
+            definition="fastdeploy_request",
+            drafts=heads[0],
+            accepted=accepted,
+            drafted=accepted + rejected,
+            accepted_per_position=heads[1:] or None,
+            generated=emitted,
+        )
 
 
-# -----------------------------------------------------------------------------
 # TensorRT-LLM.
 
 
-_AVERAGE = re.compile(r"(?:average|avg|mean) accept(?:ance|ed) length[:=]?\s*([\d.]+)(?:\s*/\s*(\d+))?", re.I)
+_AVERAGE = re.compile(
+    r"(?:average|avg|mean) accept(?:ance|ed) length[:=]?\s*([\d.]+)(?:\s*/\s*(\d+))?", re.I
+)
 _TOTAL = re.compile(r"^trtllm[:_]spec_decode_num_(draft|accepted)_tokens(?:_total)?$")
 
 
@@ -115,48 +143,74 @@ class TensorRTParser(Parser):
             return None
         return (
             Observation(
-                engine=self.engine, kind=Kind.VALUE, definition="trtllm_average", weight=None, time=line.time,
-                mean_acceptance_length=number(match[1]), num_speculative_tokens=count(match[2]),
+                engine=self.engine,
+                kind=Kind.VALUE,
+                definition="trtllm_average",
+                weight=None,
+                time=line.time,
+                mean_acceptance_length=number(match[1]),
+                num_speculative_tokens=count(match[2]),
             ),
-        )  # fmt: skip
+        )
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
         """Statistics of an iteration or a request."""
         drafted = count(value.get("numDraftTokens", value.get("num_draft_tokens")))
         accepted = count(value.get("numAcceptedTokens", value.get("num_accepted_tokens")))
-        drafts = count(value.get("numRequestsWithDraftTokens", value.get("num_requests_with_draft_tokens")))
+        drafts = count(
+            value.get("numRequestsWithDraftTokens", value.get("num_requests_with_draft_tokens"))
+        )
         if drafted is not None and drafts is not None:
             yield Observation(
-                engine=self.engine, kind=Kind.WINDOW, definition="trtllm_iteration", drafted=drafted,
-                accepted=accepted, drafts=drafts,
-            )  # fmt: skip
+                engine=self.engine,
+                kind=Kind.WINDOW,
+                definition="trtllm_iteration",
+                drafted=drafted,
+                accepted=accepted,
+                drafts=drafts,
+            )
         yield from _request(value)
         # A choice without the block above; a server that does not speculate prints 1.0 here.
         length = number(value.get("avg_decoded_tokens_per_iter"))
-        if length is not None and length > 1 and not isinstance(value.get("speculative_decoding"), Mapping):
+        if (
+            length is not None
+            and length > 1
+            and not isinstance(value.get("speculative_decoding"), Mapping)
+        ):
             yield Observation(
                 engine=self.engine, kind=Kind.VALUE, definition="trtllm_average", weight=None,
                 mean_acceptance_length=length,
             )  # fmt: skip
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
-        """Totals since start, one for each server on the page. The page does not count drafts (verify steps)."""
+        """Totals since start, one for each server on the page. The page does not count drafts
+        (verify steps).
+        """
         found: dict[str, dict[str, int]] = {}
         for sample in samples:
             match, value = _TOTAL.match(sample.name), count(sample.value)
             if match and value is not None:
-                where = "/".join(sample.labels.get(n, "") for n in ("instance", "engine_type", "model_name"))
+                where = "/".join(
+                    sample.labels.get(n, "") for n in ("instance", "engine_type", "model_name")
+                )
                 found.setdefault(where, {})[match[1]] = value
         for where, own in found.items():
             yield Observation(
-                engine=self.engine, kind=Kind.TOTAL, definition="trtllm_counters", drafted=own.get("draft"),
-                accepted=own.get("accepted"), partial=len(own) < 2, stream=where,
+                engine=self.engine,
+                kind=Kind.TOTAL,
+                definition="trtllm_counters",
+                drafted=own.get("draft"),
+                accepted=own.get("accepted"),
+                partial=len(own) < 2,
+                stream=where,
                 replica=where if len(found) > 1 else None,
-            )  # fmt: skip
+            )
 
 
 def _request(value: Mapping[str, Any]) -> Iterable[Observation]:
-    """The block `speculative_decoding` of a response or of `/perf_metrics`; newer servers add a histogram to it."""
+    """The block `speculative_decoding` of a response or of `/perf_metrics`; newer servers add a
+    histogram to it.
+    """
     drafted = count(value.get("total_draft_tokens"))
     accepted = count(value.get("total_accepted_draft_tokens"))
     if drafted is None or accepted is None:
@@ -165,26 +219,36 @@ def _request(value: Mapping[str, Any]) -> Iterable[Observation]:
     steps = counts(value.get("acceptance_histogram"))
     per_position = positions_from(steps, depth) if steps and drafts == sum(steps) else None
     yield Observation(
-        engine=TensorRTParser.engine, kind=Kind.REQUEST, definition="trtllm_request", drafted=drafted,
-        accepted=accepted, drafts=drafts, accepted_per_position=per_position, num_speculative_tokens=depth,
-    )  # fmt: skip
+        engine=TensorRTParser.engine,
+        kind=Kind.REQUEST,
+        definition="trtllm_request",
+        drafted=drafted,
+        accepted=accepted,
+        drafts=drafts,
+        accepted_per_position=per_position,
+        num_speculative_tokens=depth,
+    )
 
 
-# -----------------------------------------------------------------------------
-# llama.cpp: request lines, lifetime statistics of each drafting method, timings in replies, `/metrics`.
+# llama.cpp: request lines, lifetime statistics of each drafting method, timings in replies,
+# `/metrics`.
 
 
 _REQUEST = re.compile(
-    r"draft acceptance(?: rate)?\s*=\s*(nan|[\d.]+)\s*\(\s*(\d+)\s+accepted\s*/\s*(\d+)\s+generated\s*\)"
+    r"draft acceptance(?:"
+    r" rate)?\s*=\s*(nan|[\d.]+)\s*\(\s*(\d+)\s+accepted\s*/\s*(\d+)\s+generated\s*\)"
 )
 _LENGTH = re.compile(r"mean (?:acceptance )?len(?:gth)?\s*=\s*([\d.]+)")
 _POSITIONS = re.compile(r"(?:acceptance rate per position|#acc rate/pos)\s*=\s*\(([\d.,\s]+)\)")
 _EVAL = re.compile(
-    r"(?<!prompt )\beval time\s*=\s*([\d.]+)\s*ms\s*/\s*(\d+)\s*(?:tokens|runs).{0,80}?([\d.]+) tokens per second"
+    r"(?<!prompt )\beval time\s*=\s*([\d.]+)\s*ms\s*/\s*(\d+)\s*(?:tokens|runs).{0,80}?([\d.]+)"
+    r" tokens per second"
 )
-# `#calls(b,g,a) = 6 1690 26`: sequences begun, steps that were asked for a draft, drafts that were verified.
+# `#calls(b,g,a) = 6 1690 26`: sequences begun, steps that were asked for a draft, drafts that were
+# verified.
 _STATISTICS = re.compile(
-    r"statistics\s{1,20}([\w-]+):.{0,80}?#calls(?:\(b,g,a\) =\s*\d+| =)\s*(\d+).{0,80}?#gen drafts\s*=\s*(\d+),\s*#acc drafts\s*=\s*(\d+),"
+    r"statistics\s{1,20}([\w-]+):.{0,80}?#calls(?:\(b,g,a\) =\s*\d+| =)\s*(\d+).{0,80}?#gen"
+    r" drafts\s*=\s*(\d+),\s*#acc drafts\s*=\s*(\d+),"
     r"\s*#gen tokens\s*=\s*(\d+),\s*#acc tokens\s*=\s*(\d+)"
 )
 # llama-speculative and llama-lookup print one figure a line.
@@ -195,7 +259,9 @@ _NAME = re.compile(
 
 
 class LlamaCppParser(Parser):
-    """A request line counts one request; `statistics` lines count since start and are never added to it."""
+    """A request line counts one request; `statistics` lines count since start and are never added
+    to it.
+    """
 
     engine = "llama.cpp"
     also = ("mlx-vlm",)
@@ -225,11 +291,18 @@ class LlamaCppParser(Parser):
         length, positions = _LENGTH.search(line.text), _POSITIONS.search(line.text)
         generated, speed = self._eval.pop(line.process, (None, None))
         return Observation(
-            engine=self.engine, kind=Kind.REQUEST, definition="llamacpp_request", replica=line.replica or line.port,
-            accepted=count(match[2]), drafted=count(match[3]),
+            engine=self.engine,
+            kind=Kind.REQUEST,
+            definition="llamacpp_request",
+            replica=line.replica or line.port,
+            accepted=count(match[2]),
+            drafted=count(match[3]),
             mean_acceptance_length=number(length[1]) if length else None,
-            rates_per_position=_rates(positions), generated=generated, generation_throughput=speed, time=line.time,
-        )  # fmt: skip
+            rates_per_position=_rates(positions),
+            generated=generated,
+            generation_throughput=speed,
+            time=line.time,
+        )
 
     def _statistics(self, match: re.Match[str], line: Line) -> Observation:
         calls, drafts, first, drafted, accepted = (count(match[i]) for i in range(2, 7))
@@ -240,10 +313,19 @@ class LlamaCppParser(Parser):
             complete = abs(sum(rates) * drafts - accepted) <= len(rates) * (1 + drafts / 1000)
             positions = position_counts(drafts, rates, accepted) if complete else None
         return Observation(
-            engine=self.engine, kind=Kind.TOTAL, definition="llamacpp_total", stream=match[1].replace("_", "-"),
-            replica=line.replica or line.port, drafts=drafts, drafted=drafted, accepted=accepted, steps=calls,
-            accepted_first=first, accepted_per_position=positions, time=line.time,
-        )  # fmt: skip
+            engine=self.engine,
+            kind=Kind.TOTAL,
+            definition="llamacpp_total",
+            stream=match[1].replace("_", "-"),
+            replica=line.replica or line.port,
+            drafts=drafts,
+            drafted=drafted,
+            accepted=accepted,
+            steps=calls,
+            accepted_first=first,
+            accepted_per_position=positions,
+            time=line.time,
+        )
 
     def _cli_line(self, text: str) -> Iterable[Observation] | None:
         match = _CLI.match(text)
@@ -255,11 +337,15 @@ class LlamaCppParser(Parser):
         found, self._cli = self._cli, {}
         return (
             Observation(
-                engine=self.engine, kind=Kind.REQUEST, definition="llamacpp_request", drafted=found["n_drafted"],
-                accepted=found["n_accept"], generated=found.get("n_predict"),
+                engine=self.engine,
+                kind=Kind.REQUEST,
+                definition="llamacpp_request",
+                drafted=found["n_drafted"],
+                accepted=found["n_accept"],
+                generated=found.get("n_predict"),
                 num_speculative_tokens=found.get("n_draft"),
             ),
-        )  # fmt: skip
+        )
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
         """A `timings` object. mlx-vlm counts the verify steps in it as well (`draft_rounds`)."""
@@ -268,10 +354,14 @@ class LlamaCppParser(Parser):
             drafted = 0  # the key is left out where nothing was drafted
         if drafted is not None:
             yield Observation(
-                engine=self.engine if rounds is None else "mlx-vlm", kind=Kind.REQUEST, drafts=rounds, drafted=drafted,
+                engine=self.engine if rounds is None else "mlx-vlm",
+                kind=Kind.REQUEST,
+                drafts=rounds,
+                drafted=drafted,
                 definition="llamacpp_request" if rounds is None else "mlx_request",
-                accepted=count(value.get("draft_n_accepted")) or 0, generated=count(value.get("predicted_n")),
-            )  # fmt: skip
+                accepted=count(value.get("draft_n_accepted")) or 0,
+                generated=count(value.get("predicted_n")),
+            )
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
         """A total since start."""
@@ -288,19 +378,34 @@ class LlamaCppParser(Parser):
                 found[match[1]] = value
         if not found:
             return
-        generated = [count(s.value) for s in samples if re.fullmatch(r"llamacpp[:_]tokens_predicted_total", s.name)]
-        complete = len(positions) <= MOST_POSITIONS and sorted(positions) == list(range(len(positions)))
+        generated = [
+            count(s.value)
+            for s in samples
+            if re.fullmatch(r"llamacpp[:_]tokens_predicted_total", s.name)
+        ]
+        complete = len(positions) <= MOST_POSITIONS and sorted(positions) == list(
+            range(len(positions))
+        )
         yield Observation(
-            engine=self.engine, kind=Kind.TOTAL, definition="llamacpp_counters", drafts=found.get("drafts"),
-            drafted=found.get("draft_tokens"), accepted=found.get("accepted_tokens"),
-            accepted_per_position=tuple(positions[i] for i in range(len(positions))) or None if complete else None,
-            generated=generated[0] if generated else None, partial="draft_tokens" not in found,
-        )  # fmt: skip
+            engine=self.engine,
+            kind=Kind.TOTAL,
+            definition="llamacpp_counters",
+            drafts=found.get("drafts"),
+            drafted=found.get("draft_tokens"),
+            accepted=found.get("accepted_tokens"),
+            accepted_per_position=(
+                tuple(positions[i] for i in range(len(positions))) or None if complete else None
+            ),
+            generated=generated[0] if generated else None,
+            partial="draft_tokens" not in found,
+        )
 
     def settle(self, observations: Sequence[Observation]) -> Sequence[Observation]:
-        """Let the statistics, which know the drafts, speak where they count the very tokens of the requests.
+        """Let the statistics, which know the drafts, speak where they count the very tokens of the
+        requests.
 
-        Methods are asked in turn at every step, so the steps are those of the method that was asked most.
+        Methods are asked in turn at every step, so the steps are those of the method that was asked
+        most.
         """
         requests: dict[str | None, list[Observation]] = defaultdict(list)
         totals: dict[str | None, dict[str, Observation]] = defaultdict(dict)
@@ -311,11 +416,15 @@ class LlamaCppParser(Parser):
                 requests[o.replica].append(o)
         if not totals:
             return observations
-        main = {r: max(own.values(), key=lambda o: o.steps or 0).stream for r, own in totals.items()}
+        main = {
+            r: max(own.values(), key=lambda o: o.steps or 0).stream for r, own in totals.items()
+        }
         same = {
-            r for r, own in requests.items()
-            if r in totals and all(_sum(totals[r].values(), n) == _sum(own, n) for n in ("drafted", "accepted"))
-        }  # fmt: skip
+            r
+            for r, own in requests.items()
+            if r in totals
+            and all(_sum(totals[r].values(), n) == _sum(own, n) for n in ("drafted", "accepted"))
+        }
         settled = []
         for o in observations:
             if o.definition == "llamacpp_total" and o.stream != main[o.replica]:

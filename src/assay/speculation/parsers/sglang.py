@@ -1,7 +1,9 @@
-"""SGLang: decode-batch lines, gauges, `meta_info` in responses and Finish lines, the average of `/get_server_info`.
+"""SGLang: decode-batch lines, gauges, `meta_info` in responses and Finish lines, the average of
+`/get_server_info`.
 
-Lines print the accept length over the last interval, and up to about January 2026 an accept rate that meant
-length / draft tokens (0.25 with nothing accepted); later it means accepted / proposed drafts. The length is trusted.
+Lines print the accept length over the last interval, and up to about January 2026 an accept rate
+that meant length / draft tokens (0.25 with nothing accepted); later it means accepted / proposed
+drafts. The length is trusted.
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ class SglangParser(Parser):
     """Printed values; counts only where they are certain (nothing accepted at all)."""
 
     engine = "sglang"
-    needles = ("accept len", "accept rate", "spec_accept", "spec_verify_ct", "speculative_num_steps=")
+    needles = (
+        "accept len",
+        "accept rate",
+        "spec_accept",
+        "spec_verify_ct",
+        "speculative_num_steps=",
+    )
 
     def __init__(self) -> None:
         self._steps: int | None = None
@@ -53,7 +61,8 @@ class SglangParser(Parser):
             return ()
         length = _LENGTH.search(text)
         if not length or not _BATCH.search(text):
-            # `Finish: … out={'meta_info': {'spec_verify_ct': 12, …}}` is Python's form of the object in a response.
+            # `Finish: … out={'meta_info': {'spec_verify_ct': 12, …}}` is Python's form of the
+            # object in a response.
             values: dict[str, Any] = dict(_META.findall(text))
             values |= {key: value.split(",") for key, value in _META_LIST.findall(text)}
             return list(self.document(values)) or None if values else None
@@ -63,15 +72,21 @@ class SglangParser(Parser):
         requests = (count(running[1]) if running else None) or 1
         return (
             Observation(
-                engine=self.engine, kind=Kind.VALUE, definition="sglang_accept_len",
-                replica=f"DP{rank[1]}" if rank else line.replica, mean_acceptance_length=value or None,
-                acceptance_rate=number(rate[1]) if rate else None, weight=float(requests), running=requests,
-                context_tokens=count(tokens[1]) if tokens else None, time=line.time,
+                engine=self.engine,
+                kind=Kind.VALUE,
+                definition="sglang_accept_len",
+                replica=f"DP{rank[1]}" if rank else line.replica,
+                mean_acceptance_length=value or None,
+                acceptance_rate=number(rate[1]) if rate else None,
+                weight=float(requests),
+                running=requests,
+                context_tokens=count(tokens[1]) if tokens else None,
+                time=line.time,
                 generation_throughput=number(speed[1]) if speed else None,
                 # A length under 1 cannot come from a decode step: the counter has not moved yet.
                 idle=value is None or value < 1,
             ),
-        )  # fmt: skip
+        )
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
         """Gauges of the last interval, one rank of each engine."""
@@ -80,8 +95,12 @@ class SglangParser(Parser):
             name = sample.name.replace("sglang_", "sglang:", 1)
             if not name.startswith("sglang:spec_") or name.endswith("_created"):
                 continue
-            # The draft worker exports the same gauges; only one rank of a tensor-parallel group counts.
-            if sample.labels.get("engine_type") == "draft" or sample.labels.get("tp_rank", "0") != "0":
+            # The draft worker exports the same gauges; only one rank of a tensor-parallel group
+            # counts.
+            if (
+                sample.labels.get("engine_type") == "draft"
+                or sample.labels.get("tp_rank", "0") != "0"
+            ):
                 continue
             own = gauges.setdefault(sample.labels.get("dp_rank", ""), {})
             own[name.removeprefix("sglang:spec_").removesuffix("_total")] = sample.value
@@ -91,26 +110,40 @@ class SglangParser(Parser):
                 continue
             drafted = count(own.get("num_draft_tokens"))
             yield Observation(
-                engine=self.engine, kind=Kind.VALUE, definition="sglang_gauges", replica=rank or None,
-                mean_acceptance_length=length or None, acceptance_rate=number(own.get("accept_rate")),
-                num_speculative_tokens=count(own.get("num_steps")) or (drafted - 1 if drafted else None),
+                engine=self.engine,
+                kind=Kind.VALUE,
+                definition="sglang_gauges",
+                replica=rank or None,
+                mean_acceptance_length=length or None,
+                acceptance_rate=number(own.get("accept_rate")),
+                num_speculative_tokens=count(own.get("num_steps"))
+                or (drafted - 1 if drafted else None),
                 idle=length is not None and length < 1,
-            )  # fmt: skip
+            )
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
         """A `meta_info` object, or an internal state with the average since start."""
         average = number(value.get("avg_spec_accept_length"))
         if average is not None:
             yield Observation(
-                engine=self.engine, kind=Kind.VALUE, definition="sglang_average", mean_acceptance_length=average or None,
+                engine=self.engine,
+                kind=Kind.VALUE,
+                definition="sglang_average",
+                mean_acceptance_length=average or None,
                 idle=average < 1,
-            )  # fmt: skip
+            )
         drafts = count(value.get("spec_verify_ct"))
         if drafts is None:
             return
-        drafted = _first(value, ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num"))
-        accepted = _first(value, ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num"))
-        histogram = counts(value.get("spec_correct_drafts_histogram") or value.get("spec_accept_histogram"))
+        drafted = _first(
+            value, ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
+        )
+        accepted = _first(
+            value, ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
+        )
+        histogram = counts(
+            value.get("spec_correct_drafts_histogram") or value.get("spec_accept_histogram")
+        )
         generated = count(value.get("completion_tokens"))
         per_position = None
         if histogram and sum(histogram) == drafts:
@@ -126,12 +159,20 @@ class SglangParser(Parser):
         )  # fmt: skip
 
     def settle(self, observations: Sequence[Observation]) -> Sequence[Observation]:
-        """Decide what the printed rate means, and turn a run in which nothing was accepted into counts."""
-        values = [o for o in observations if o.kind is Kind.VALUE and not o.idle and o.definition != "sglang_average"]
+        """Decide what the printed rate means, and turn a run in which nothing was accepted into
+        counts.
+        """
+        values = [
+            o
+            for o in observations
+            if o.kind is Kind.VALUE and not o.idle and o.definition != "sglang_average"
+        ]
         if not values:
             return observations
         depth = self._steps or _known_depth(values)
-        depth = depth or infer_depth([(o.mean_acceptance_length, o.acceptance_rate) for o in values])
+        depth = depth or infer_depth(
+            [(o.mean_acceptance_length, o.acceptance_rate) for o in values]
+        )
         dead = self._nothing_accepted(values, depth)
         settled = []
         for o in observations:
@@ -141,24 +182,39 @@ class SglangParser(Parser):
                 drafts = self._interval * (o.running or 1)
                 settled.append(
                     replace(
-                        o, kind=Kind.WINDOW, drafts=drafts, drafted=drafts * dead, accepted=0, estimated=True,
-                        num_speculative_tokens=dead, reported_rate=o.acceptance_rate,
+                        o,
+                        kind=Kind.WINDOW,
+                        drafts=drafts,
+                        drafted=drafts * dead,
+                        accepted=0,
+                        estimated=True,
+                        num_speculative_tokens=dead,
+                        reported_rate=o.acceptance_rate,
                         note=f"counts derived: {self._interval} steps a line, {dead} drafts a step",
                     )
-                )  # fmt: skip
+                )
             else:
                 rate = _true_rate(o, depth)
                 settled.append(
-                    replace(o, acceptance_rate=rate, reported_rate=o.acceptance_rate, num_speculative_tokens=depth)
+                    replace(
+                        o,
+                        acceptance_rate=rate,
+                        reported_rate=o.acceptance_rate,
+                        num_speculative_tokens=depth,
+                    )
                 )
         return settled
 
     def _nothing_accepted(self, values: Sequence[Observation], depth: int | None) -> int | None:
-        """Drafts a step if every line says that nothing was accepted and the token counts bear it out; else None.
+        """Drafts a step if every line says that nothing was accepted and the token counts bear it
+        out; else None.
 
-        With exactly one token a step the context grows by one token a step and request, which fixes the steps.
+        With exactly one token a step the context grows by one token a step and request, which fixes
+        the steps.
         """
-        if any(o.mean_acceptance_length != 1.0 or o.definition != "sglang_accept_len" for o in values):
+        if any(
+            o.mean_acceptance_length != 1.0 or o.definition != "sglang_accept_len" for o in values
+        ):
             return None
         last: dict[str | None, Observation] = {}
         grown = 0
@@ -173,10 +229,11 @@ class SglangParser(Parser):
 
 
 def infer_depth(pairs: Sequence[tuple[float | None, float | None]]) -> int | None:
-    """Draft steps that make every printed (length, rate) pair agree; None if none does or several do.
+    """Draft steps that make every printed (length, rate) pair agree; None if none does or several
+    do.
 
-    New meaning: rate = (length − 1) / steps. Old meaning: rate = length / draft tokens, with draft tokens = steps + 1.
-    Both figures are rounded to two decimals.
+    New meaning: rate = (length − 1) / steps. Old meaning: rate = length / draft tokens, with draft
+    tokens = steps + 1. Both figures are rounded to two decimals.
     """
     fitting: set[int] = set()
     for offset, base in ((0, 1.0), (1, 0.0)):
@@ -200,7 +257,9 @@ def _whole_numbers(numerator: float, rate: float, half: float = 0.005 + 1e-9) ->
 
 
 def _true_rate(o: Observation, depth: int | None) -> float | None:
-    """Accepted / proposed drafts: from the length where the depth is known; 0 where nothing was accepted."""
+    """Accepted / proposed drafts: from the length where the depth is known; 0 where nothing was
+    accepted.
+    """
     length = o.mean_acceptance_length
     if length is not None and depth:
         return min(1.0, max(0.0, (length - 1) / depth))

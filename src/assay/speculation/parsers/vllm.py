@@ -1,7 +1,9 @@
-"""vLLM V1: the `SpecDecoding metrics` line in all its wordings since 0.8, `/metrics`, per-request statistics; and V0.
+"""vLLM V1: the `SpecDecoding metrics` line in all its wordings since 0.8, `/metrics`, per-request
+statistics; and V0.
 
-V0 printed one line of counts since start, and counts a draft token as accepted also when an earlier one of the same draft
-was rejected. What entered the text is `emitted − drafts`, one bonus token a step.
+V0 printed one line of counts since start, and counts a draft token as accepted also when an earlier
+one of the same draft was rejected. What entered the text is `emitted − drafts`, one bonus token a
+step.
 """
 
 from __future__ import annotations
@@ -12,29 +14,43 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from assay.speculation.parsers import Line, Parser, Sample, count, counts, number, positions_from
-from assay.speculation.record import MOST_POSITIONS, Kind, Observation, exact_counts, infer_drafts, position_counts
+from assay.speculation.record import (
+    MOST_POSITIONS,
+    Kind,
+    Observation,
+    exact_counts,
+    infer_drafts,
+    position_counts,
+)
 
 # 0.8.2 wrote "Speculative metrics:" like V0, but without the V0 figures; later versions "SpecDecoding metrics:".
 _HEADS = ("SpecDecoding metrics:", "Speculative metrics:")
 _ENGINE = re.compile(
-    r"(?:Engine (\d{1,9})|Engines Aggregated):.{0,200}?Avg generation throughput:\s?([\d.]{1,20}).{0,200}?Running:\s?(\d{1,9})"
+    r"(?:Engine (\d{1,9})|Engines Aggregated):.{0,200}?Avg generation"
+    r" throughput:\s?([\d.]{1,20}).{0,200}?Running:\s?(\d{1,9})"
 )
 
 # The wording since 0.9, read in one go; every other one is taken apart field by field.
 _USUAL = re.compile(
-    r" Mean acceptance length: ([\d.]+), (?:Current speculative depth: \d+, )?Accepted throughput: ([\d.]+) tokens/s, "
-    r"Drafted throughput: ([\d.]+) tokens/s, Accepted: (\d{1,15}) tokens, Drafted: (\d{1,15}) tokens, Per-position acceptance "
+    r" Mean acceptance length: ([\d.]+), (?:Current speculative depth: \d+, )?Accepted throughput:"
+    r" ([\d.]+) tokens/s, "
+    r"Drafted throughput: ([\d.]+) tokens/s, Accepted: (\d{1,15}) tokens, Drafted: (\d{1,15})"
+    r" tokens, Per-position acceptance "
     r"rate: (\d\.\d+(?:, \d\.\d+)*), Avg Draft acceptance rate: [\d.]+%$"
 )
 USUAL_INTERVAL = 10.0
-"""Seconds between two log lines; with a longer one too few tokens are taken for generated, and all steps for drafting."""
+"""Seconds between two log lines; with a longer one too few tokens are taken for generated, and all
+steps for drafting.
+"""
 _PREFIX = re.compile(
     r"^vllm[:_]spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)(?:_total)?$"
 )
 
 
 class VllmV1Parser(Parser):
-    """Lines are windows. The engine's number stands on the line before, so it is remembered for each process."""
+    """Lines are windows. The engine's number stands on the line before, so it is remembered for
+    each process.
+    """
 
     engine = "vllm"
     needles = ("accept",)
@@ -43,7 +59,9 @@ class VllmV1Parser(Parser):
 
     def __init__(self) -> None:
         self._engine_line: dict[str, tuple[str | None, float | None, int]] = {}
-        self._spoken: list[tuple[str | None, int]] = []  # engine and generated tokens of each window
+        self._spoken: list[
+            tuple[str | None, int]
+        ] = []  # engine and generated tokens of each window
         self._interval = USUAL_INTERVAL
 
     def line(self, line: Line) -> Iterable[Observation] | None:
@@ -51,7 +69,11 @@ class VllmV1Parser(Parser):
         text = line.text
         head = next((h for h in _HEADS if h in text), None)
         if head is None and "Drafted:" in text and "Accepted:" in text:
-            head = text[: text.find("Mean acceptance length")] if "Mean acceptance length" in text else ""
+            head = (
+                text[: text.find("Mean acceptance length")]
+                if "Mean acceptance length" in text
+                else ""
+            )
         if head is not None:
             body = text[len(head) :] if text.startswith(head) else text.partition(head)[2]
             usual = _USUAL.match(body)
@@ -60,7 +82,11 @@ class VllmV1Parser(Parser):
                 rates = tuple(map(float, usual[6].split(", ")))
                 seconds = _seconds((accepted, usual[2]), (drafted, usual[3]))
                 return (self._window(float(usual[1]), accepted, drafted, rates, line, seconds),)
-            return None if "efficiency" in body or "emitted" in body else list(self._other(_fields(body), line))
+            return (
+                None
+                if "efficiency" in body or "emitted" in body
+                else list(self._other(_fields(body), line))
+            )
         engine = _ENGINE.search(text) if "Avg generation throughput" in text else None
         if engine is None:
             return None
@@ -71,7 +97,9 @@ class VllmV1Parser(Parser):
     def _other(self, fields: Mapping[str, Sequence[str]], line: Line) -> Iterator[Observation]:
         """A window in any wording, or the values that a cut line still prints."""
         accepted = _first_count(fields, "Accepted", "Number of accepted tokens")
-        drafted = _first_count(fields, "Drafted", "Number of draft tokens", "Number of draft tokens tokens")
+        drafted = _first_count(
+            fields, "Drafted", "Number of draft tokens", "Number of draft tokens tokens"
+        )
         mean = number(next(iter(fields.get("Mean acceptance length", ())), None))
         rates = _rates(fields.get("Per-position acceptance rate", ()))
         if accepted is not None and drafted is not None:
@@ -80,9 +108,15 @@ class VllmV1Parser(Parser):
         fraction = _fraction(fields)
         if fraction is not None or mean is not None:
             yield Observation(
-                engine=self.engine, kind=Kind.VALUE, definition="vllm_v1_window", acceptance_rate=fraction,
-                mean_acceptance_length=mean, rates_per_position=rates, time=line.time, replica=line.replica,
-            )  # fmt: skip
+                engine=self.engine,
+                kind=Kind.VALUE,
+                definition="vllm_v1_window",
+                acceptance_rate=fraction,
+                mean_acceptance_length=mean,
+                rates_per_position=rates,
+                time=line.time,
+                replica=line.replica,
+            )
 
     def _window(
         self, mean: float | None, accepted: int, drafted: int, rates: tuple[float, ...] | None, line: Line,
@@ -101,7 +135,8 @@ class VllmV1Parser(Parser):
         engine, throughput, running = self._engine_line.get(line.process, (None, None, None))
         generated = None
         if throughput is not None and seconds is not None:
-            # The engine's line counts all tokens, those of steps without a draft too; it serves one window.
+            # The engine's line counts all tokens, those of steps without a draft too; it serves one
+            # window.
             generated = max(round(throughput * seconds), accepted)
             self._interval = seconds
             self._spoken.append((engine, generated))
@@ -115,11 +150,15 @@ class VllmV1Parser(Parser):
         )  # fmt: skip
 
     def silent(self, head: str) -> Iterator[Observation]:
-        """Tokens of the intervals in which requests ran and nothing was drafted: no window is printed for them."""
+        """Tokens of the intervals in which requests ran and nothing was drafted: no window is
+        printed for them.
+        """
         windows = sum(head.count(h) for h in _HEADS)
         if not self._spoken or not windows:
             return
-        spoken: dict[str | None, list[int]] = defaultdict(lambda: [0, 0])  # in the head, and in the whole log
+        spoken: dict[str | None, list[int]] = defaultdict(
+            lambda: [0, 0]
+        )  # in the head, and in the whole log
         for i, (engine, tokens) in enumerate(self._spoken):
             spoken[engine][0] += tokens if i < windows else 0
             spoken[engine][1] += tokens
@@ -130,9 +169,15 @@ class VllmV1Parser(Parser):
             silent = generated[engine] * self._interval - in_head
             if in_head and silent > 0.05 * in_head:
                 yield Observation(
-                    engine=self.engine, kind=Kind.WINDOW, definition="vllm_v1_window", replica=engine, drafted=0, accepted=0,
-                    drafts=0, generated=round(silent * whole / in_head),
-                )  # fmt: skip
+                    engine=self.engine,
+                    kind=Kind.WINDOW,
+                    definition="vllm_v1_window",
+                    replica=engine,
+                    drafted=0,
+                    accepted=0,
+                    drafts=0,
+                    generated=round(silent * whole / in_head),
+                )
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
         """One total for each engine on the page."""
@@ -142,7 +187,10 @@ class VllmV1Parser(Parser):
         generated: dict[str, float] = defaultdict(float)
         for sample in samples:
             replica = "/".join(sample.labels.get(name, "") for name in labels)
-            if re.fullmatch(r"vllm[:_]generation_tokens(?:_total)?", sample.name) and sample.value >= 0:
+            if (
+                re.fullmatch(r"vllm[:_]generation_tokens(?:_total)?", sample.name)
+                and sample.value >= 0
+            ):
                 generated[replica] += sample.value
             match = _PREFIX.match(sample.name)
             if not match or count(sample.value) is None:
@@ -166,13 +214,20 @@ class VllmV1Parser(Parser):
             complete = bool(found) and sorted(found) == list(range(deepest))
             drafted = count(own.get("draft_tokens"))
             yield Observation(
-                engine=self.engine, kind=Kind.TOTAL, definition="vllm_counters", replica=replica or None,
-                drafted=drafted, accepted=count(own.get("accepted_tokens")), drafts=count(own.get("drafts")),
-                accepted_per_position=tuple(int(found[i]) for i in range(deepest)) if complete else None,
+                engine=self.engine,
+                kind=Kind.TOTAL,
+                definition="vllm_counters",
+                replica=replica or None,
+                drafted=drafted,
+                accepted=count(own.get("accepted_tokens")),
+                drafts=count(own.get("drafts")),
+                accepted_per_position=(
+                    tuple(int(found[i]) for i in range(deepest)) if complete else None
+                ),
                 num_speculative_tokens=deepest or None,
                 generated=count(generated.get(replica)) if replica in generated else None,
                 partial=drafted is None or (bool(found) and not complete),
-            )  # fmt: skip
+            )
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
         """The statistics that `--per-request-spec-decode-metrics` adds to a response."""
@@ -180,11 +235,15 @@ class VllmV1Parser(Parser):
             return
         steps, k = counts(value.get("acceptance_histogram")), count(value.get("num_spec_tokens"))
         yield Observation(
-            engine=self.engine, kind=Kind.REQUEST, definition="vllm_request",
-            drafted=count(value.get("num_draft_tokens")), accepted=count(value.get("num_accepted_draft_tokens")),
-            drafts=count(value.get("num_spec_steps")), accepted_per_position=positions_from(steps, k),
+            engine=self.engine,
+            kind=Kind.REQUEST,
+            definition="vllm_request",
+            drafted=count(value.get("num_draft_tokens")),
+            accepted=count(value.get("num_accepted_draft_tokens")),
+            drafts=count(value.get("num_spec_steps")),
+            accepted_per_position=positions_from(steps, k),
             num_speculative_tokens=k,
-        )  # fmt: skip
+        )
 
 
 def _seconds(*pairs: tuple[int, str]) -> float | None:
@@ -196,7 +255,9 @@ def _seconds(*pairs: tuple[int, str]) -> float | None:
 
 
 def _telling_labels(samples: Sequence[Sample]) -> list[str]:
-    """Labels that tell engines apart: the engine's number, and instance or model where a page holds several."""
+    """Labels that tell engines apart: the engine's number, and instance or model where a page holds
+    several.
+    """
     names = ("instance", "model_name", "engine")
     own = [s.labels for s in samples if s.name.startswith(("vllm:", "vllm_"))]
     return [n for n in names if n == "engine" or len({labels.get(n) for labels in own}) > 1]
@@ -231,7 +292,9 @@ def _rates(values: Sequence[str]) -> tuple[float, ...] | None:
 
 
 def _fraction(fields: Mapping[str, Sequence[str]]) -> float | None:
-    """The printed acceptance rate, which one version wrote as a fraction and the others in per cent."""
+    """The printed acceptance rate, which one version wrote as a fraction and the others in per
+    cent.
+    """
     for name in ("Draft acceptance rate", "Avg Draft acceptance rate"):
         for text in fields.get(name, ())[:1]:
             value = number(text.rstrip("%"))
@@ -267,7 +330,9 @@ class VllmV0Parser(Parser):
         head = _HEAD.search(line.text)
         if not head or not ("efficiency" in head[1] or "emitted" in head[1]):
             return None
-        found = {name: match[1] for name, regex in _FIELDS.items() if (match := regex.search(head[1]))}
+        found = {
+            name: match[1] for name, regex in _FIELDS.items() if (match := regex.search(head[1]))
+        }
         drafted, k = count(found.get("drafted")), count(found.get("k"))
         if drafted is None:
             rate = number(found.get("rate"))
@@ -275,18 +340,29 @@ class VllmV0Parser(Parser):
                 return ()
             return (
                 Observation(
-                    engine=self.engine, kind=Kind.VALUE, definition="vllm_v0_total", acceptance_rate=rate,
-                    num_speculative_tokens=k, time=line.time,
+                    engine=self.engine,
+                    kind=Kind.VALUE,
+                    definition="vllm_v0_total",
+                    acceptance_rate=rate,
+                    num_speculative_tokens=k,
+                    time=line.time,
                 ),
-            )  # fmt: skip
+            )
         return (
             Observation(
-                engine=self.engine, kind=Kind.TOTAL, definition="vllm_v0_total", replica=line.replica,
-                stream=line.process, drafted=drafted, accepted=count(found.get("accepted")),
+                engine=self.engine,
+                kind=Kind.TOTAL,
+                definition="vllm_v0_total",
+                replica=line.replica,
+                stream=line.process,
+                drafted=drafted,
+                accepted=count(found.get("accepted")),
                 drafts=drafted // k if k and drafted % k == 0 else None,
-                emitted=count(found.get("emitted")), num_speculative_tokens=k, time=line.time,
+                emitted=count(found.get("emitted")),
+                num_speculative_tokens=k,
+                time=line.time,
             ),
-        )  # fmt: skip
+        )
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
         """A total since start, from the old names."""
@@ -297,7 +373,10 @@ class VllmV0Parser(Parser):
                 found[match[1]] = found.get(match[1], 0.0) + sample.value
         if "draft_acceptance_rate" not in found and "num_emitted_tokens" not in found:
             return ()
-        drafted, emitted = count(found.get("num_draft_tokens")), count(found.get("num_emitted_tokens"))
+        drafted, emitted = (
+            count(found.get("num_draft_tokens")),
+            count(found.get("num_emitted_tokens")),
+        )
         if drafted is None:
             return (
                 Observation(
@@ -317,7 +396,8 @@ class VllmV0Parser(Parser):
 def _depth(drafted: int, emitted: int | None, efficiency: float | None) -> int | None:
     """Number of speculative tokens k that the efficiency gauge implies.
 
-    efficiency = emitted / (drafts · (k + 1)) with drafts = drafted / k, so (k + 1) / k = emitted / (drafted · efficiency).
+    efficiency = emitted / (drafts · (k + 1)) with drafts = drafted / k, so (k + 1) / k = emitted /
+    (drafted · efficiency).
     """
     if not drafted or not emitted or not efficiency or not 0 < efficiency <= 1:
         return None

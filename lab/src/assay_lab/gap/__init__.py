@@ -1,0 +1,3 @@
+"""Where does the difference between two deployments come from? A decomposition that sums, with
+intervals.
+"""

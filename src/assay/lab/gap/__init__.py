@@ -1,1 +1,0 @@
-"""Where does the difference between two deployments come from? A decomposition that sums, with intervals."""
