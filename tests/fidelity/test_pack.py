@@ -154,7 +154,8 @@ def test_a_signature_tells_who_packed_it(pack: Any, tmp_path: Path) -> None:
     key, other = tmp_path / "key", tmp_path / "other"
     other.write_bytes(b"another key of 32 bytes.........")
     path = pack(key=key)
-    assert read_pack(path, key).signer == read_pack(path).signer == "HMAC-SHA256"
+    assert read_pack(path, key).signer == read_pack(path).claimed == "HMAC-SHA256"
+    assert read_pack(path).signer == ""  # a claim that was not checked names nobody
     with pytest.raises(AssayError, match="not signed with this key"):
         read_pack(path, other)
     # Who changes the manifest and its hash, but has no key.
@@ -201,7 +202,7 @@ def test_a_key_pair_signs_and_its_public_half_checks(pack: Any, tmp_path: Path, 
     _, other = key_pair(tmp_path, "other", form)
     path = pack(key=private)
     assert read_pack(path, public).signer.startswith("Ed25519 key ") and read_pack(path, private)
-    assert read_pack(path).signer == read_pack(path, public).signer
+    assert read_pack(path).claimed == read_pack(path, public).signer
     with pytest.raises(AssayError, match="not signed with this key"):
         read_pack(path, other)
     with pytest.raises(AssayError, match=r"signed by Ed25519 key .* of another kind"):
@@ -222,7 +223,7 @@ def test_a_key_pair_signs_and_its_public_half_checks(pack: Any, tmp_path: Path, 
 def test_the_signature_is_the_one_of_the_standard(tmp_path: Path) -> None:
     """The first two test vectors of RFC 8032, section 7.1."""
     ed = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
-    from assay.fidelity.pack import Key
+    from assay.fidelity.signature import Key
 
     secret = "4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb"
     public = bytes.fromhex("3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c")
@@ -367,3 +368,62 @@ def test_a_strangers_copy_of_the_model_is_the_reference_itself(tmp_path: Path) -
     assert reference.is_same(f"hf:{tmp_path}/two?threads=2", facts)
     assert not reference.is_same(f"hf:{tmp_path}/three", facts)
     assert not reference.is_same(f"hf:{tmp_path}/two", {**facts, "dtype": "bfloat16"})
+
+
+def _public_forms(public: Path, pem: Path) -> dict[str, bytes]:
+    """The forms in which a public key is passed around."""
+    line = public.read_bytes().strip()
+    blob = line.split()[1]
+    return {
+        "comment": b"# release key\n" + line,
+        "rfc4716": b"---- BEGIN SSH2 PUBLIC KEY ----\nComment: x\n"
+        + blob
+        + b"\n---- END SSH2 PUBLIC KEY ----\n",
+        "bom": b"\xef\xbb\xbf" + line,
+        "blob": blob + b"\n",
+        "authorized_keys": b'no-pty,command="x" ' + line,
+        "bag attributes": b"Bag Attributes\n    friendlyName: x\n" + pem.read_bytes(),
+        "der in base64": b"".join(pem.read_bytes().splitlines()[1:-1]) + b"\n",
+    }
+
+
+def test_no_form_of_a_public_key_is_taken_as_a_secret(pack: Any, tmp_path: Path) -> None:
+    """Who has the public half could sign by it; so every form is a key, or refused."""
+    from assay.fidelity.signature import read_key
+
+    _, public = key_pair(tmp_path, "of ssh", "ssh")
+    _, pem = key_pair(tmp_path, "of pem", "pem")
+    for name, content in _public_forms(public, pem).items():
+        file = tmp_path / "form"
+        file.write_bytes(content)
+        try:
+            key = read_key(file)
+        except AssayError as error:
+            assert "looks like a key" in error.message, name
+        else:
+            assert key is not None and not key.secret and key.public, name
+
+
+def test_a_key_with_a_comment_above_it_checks(pack: Any, tmp_path: Path) -> None:
+    private, public = key_pair(tmp_path)
+    path = pack(key=private)
+    public.write_bytes(b"# of the release\n" + public.read_bytes())
+    assert read_pack(path, public).signer.startswith("Ed25519 key ")
+
+
+def test_strange_signatures_are_no_signatures(pack: Any, tmp_path: Path) -> None:
+    from assay.fidelity.signature import read_key
+
+    (tmp_path / "secret").write_bytes(KEY)
+    key = read_key(tmp_path / "secret")
+    assert key is not None
+    with pytest.raises(AssayError, match="not signed with this key"):
+        key.check("p", "r", {"hmac": "é" * 64})
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev", "/no/such/key"])
+def test_a_key_is_a_regular_file(path: str) -> None:
+    from assay.fidelity.signature import read_key
+
+    with pytest.raises(AssayError, match="regular file|does not exist"):
+        read_key(Path(path))

@@ -15,7 +15,6 @@ hash tells damage only.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.fidelity.capture import NAME as CAPTURE
 from assay.fidelity.capture import Capture, content_digest
+from assay.fidelity.signature import Key, claimed_signer, read_key
 from assay.fidelity.store import Store, StoreHeader, open_store, stored_settings_of
 from assay.options import Options, option
 from assay.runs import write_atomically
@@ -36,167 +36,6 @@ from assay.verdict import Metric, Report, Verdict
 
 if TYPE_CHECKING:
     import torch
-
-
-# Who packed it: a signature by a secret that both sides share, or by a key pair whose public half
-# anybody may have.
-#
-# A file with a secret of at least 16 bytes signs by HMAC-SHA256 (RFC 2104). A private Ed25519 key
-# (RFC 8032), as PEM or as `ssh-keygen -t ed25519` writes it, signs so that its public half checks.
-# Signatures are entries of a pack's metadata.
-
-
-LEAST_KEY = 16
-"""Bytes of a secret."""
-_PEM, _SSH = b"-----BEGIN ", b"ssh-"
-
-
-@dataclass(frozen=True)
-class Key:
-    """A secret, or an Ed25519 key: `public` are its 32 bytes, `private` signs where the file holds
-    that half.
-    """
-
-    path: Path
-    secret: bytes = b""
-    public: bytes = b""
-    private: Any = None
-
-    def sign(self, text: str) -> dict[str, str]:
-        """The entries of the metadata that sign a text; UsageError where the file holds the public
-        half alone.
-        """
-        if self.secret:
-            return {"hmac": self._mac(text)}
-        if self.private is None:
-            raise _unusable(
-                self.path,
-                "it is a public key, which checks and cannot sign",
-                "sign with the private key",
-            )
-        return {"ed25519": self.private.sign(text.encode()).hex(), "ed25519_key": self.public.hex()}
-
-    def check(self, name: str, text: str, metadata: Mapping[str, str]) -> None:
-        """AssayError unless this key signed the text."""
-        kind = "hmac" if self.secret else "ed25519"
-        signature = metadata.get(kind)
-        if signature is None:
-            other = signer(metadata)
-            if other:
-                raise _refused(
-                    name,
-                    f"is signed by {other}, and this key is of another kind",
-                    "give the key of that kind",
-                )
-            raise _refused(
-                name,
-                "is not signed, and a key was given",
-                "leave the key out, or ask for a signed pack",
-            )
-        if self.secret:
-            whole = hmac.compare_digest(self._mac(text), signature)
-        else:
-            whole = _verifies(self.public, signature, text)
-        if not whole:
-            raise _refused(
-                name,
-                "was not signed with this key",
-                "check the key; if it is right, the pack was changed",
-            )
-
-    def _mac(self, text: str) -> str:
-        return hmac.new(self.secret, text.encode(), hashlib.sha256).hexdigest()
-
-
-def read_key(path: Path | None) -> Key | None:
-    """The key in a file; UsageError in one line where there is none."""
-    if path is None:
-        return None
-    try:
-        raw = path.read_bytes().strip()
-    except OSError as error:
-        raise _unusable(path, error.strerror or "it cannot be read") from error
-    if raw.startswith((_PEM, _SSH)):
-        return _key_pair(path, raw)
-    if len(raw) < LEAST_KEY:
-        raise _unusable(path, f"it holds fewer than {LEAST_KEY} bytes")
-    return Key(path, raw)
-
-
-def signer(metadata: Mapping[str, str]) -> str:
-    """Who signed, as far as the metadata says: `HMAC-SHA256`, or an Ed25519 key with its
-    fingerprint; empty for nobody.
-    """
-    if "ed25519" in metadata:
-        try:
-            digest = hashlib.sha256(bytes.fromhex(metadata.get("ed25519_key", ""))).hexdigest()
-        except ValueError:
-            digest = "unreadable"
-        return f"Ed25519 key {digest[:16]}"
-    return "HMAC-SHA256" if "hmac" in metadata else ""
-
-
-def _key_pair(path: Path, raw: bytes) -> Key:
-    try:
-        from cryptography.hazmat.primitives import serialization as forms
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import (
-            Ed25519PrivateKey,
-            Ed25519PublicKey,
-        )
-    except ImportError as error:
-        raise _unusable(
-            path,
-            "Ed25519 keys need the package cryptography",
-            "pip install 'llm-assay[sign]', or use a secret",
-        ) from error
-    try:
-        if raw.startswith(_SSH):
-            key: Any = forms.load_ssh_public_key(raw)
-        elif b"OPENSSH PRIVATE" in raw[:40]:
-            key = forms.load_ssh_private_key(raw, None)
-        elif b"PUBLIC" in raw[:40]:
-            key = forms.load_pem_public_key(raw)
-        else:
-            key = forms.load_pem_private_key(raw, None)
-    except Exception as error:  # damaged, encrypted, or of a kind that the library does not know
-        locked = isinstance(error, TypeError)  # so the library says that a passphrase is missing
-        reason = "it is locked with a passphrase" if locked else "it cannot be read as a key"
-        raise _unusable(
-            path, reason, "give an Ed25519 key without a passphrase, as PEM or OpenSSH"
-        ) from error
-    private = key if isinstance(key, Ed25519PrivateKey) else None
-    public = key.public_key() if private else key
-    if not isinstance(public, Ed25519PublicKey):
-        raise _unusable(
-            path, "it is no Ed25519 key", "make one: ssh-keygen -t ed25519 -N '' -f pack_key"
-        )
-    return Key(path, b"", public.public_bytes(forms.Encoding.Raw, forms.PublicFormat.Raw), private)
-
-
-def _verifies(public: bytes, signature: str, text: str) -> bool:
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-    try:
-        Ed25519PublicKey.from_public_bytes(public).verify(bytes.fromhex(signature), text.encode())
-    except (InvalidSignature, ValueError):
-        return False
-    return True
-
-
-def _refused(name: str, what: str, remedy: str) -> AssayError:
-    return AssayError(
-        f"the pack {name} {what}", finding_id="fidelity.pack_signature", remedy=remedy
-    )
-
-
-def _unusable(
-    path: Path, reason: str, remedy: str = "make one: head -c 32 /dev/urandom | base64 > key"
-) -> UsageError:
-    return UsageError(f"the key {path}: {reason}", remedy=remedy, finding_id="fidelity.usage")
-
-
-# The pack itself.
 
 
 FORMAT, VERSION = "assay-pack", 1
@@ -371,8 +210,10 @@ class Pack:
     header: StoreHeader
     windows: tuple[Window, ...]
     manifest: Mapping[str, Any]
+    claimed: str
+    """Who signed, as the metadata says it: `HMAC-SHA256`, an Ed25519 key, or empty."""
     signer: str
-    """`HMAC-SHA256`, an Ed25519 key, or nobody."""
+    """Who signed, once a key has verified it; empty before."""
     states: Any
     head: Head | None = None
 
@@ -486,7 +327,8 @@ def read_pack(path: Path, key: Path | None = None) -> Pack:
         w.sha256 != entry["sha256"] for w, entry in zip(windows, manifest["windows"], strict=True)
     ):
         raise _altered(path, "the ids of a window are not its own")
-    pack = Pack(path, header, windows, manifest, signer(metadata), tensors["states"])
+    claimed = claimed_signer(metadata)
+    pack = Pack(path, header, windows, manifest, claimed, claimed if key else "", tensors["states"])
     if "head" in tensors:
         head = pack._fitted(tensors["head"], tensors.get("head_bias"))
         if head_digest(head) != manifest["head"]["sha256"]:
@@ -500,7 +342,7 @@ def _captured(folder: Path, key: Key | None) -> Pack:
     capture = Capture(folder)
     if key:
         key.check(folder.name, "", {})
-    pack = Pack(folder, capture.header, capture.windows, capture.manifest, "", capture.states)
+    pack = Pack(folder, capture.header, capture.windows, capture.manifest, "", "", capture.states)
     if capture.head is not None:
         pack.head = pack._fitted(capture.head, None)
     return pack
@@ -515,7 +357,7 @@ def pack_settings(spec: str) -> dict[str, Any]:
     try:
         manifest = json.loads(_metadata(_read(path), path)["manifest"])
         return stored_settings_of(StoreHeader(**manifest["header"]), len(manifest["windows"]))
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _altered(path, "its manifest cannot be read") from error
 
 
@@ -582,7 +424,7 @@ def _metadata(raw: bytes, path: Path) -> dict[str, str]:
         (size,) = struct.unpack("<Q", raw[:8])
         found: dict[str, str] = json.loads(raw[8 : 8 + size])["__metadata__"]
         return dict(found)
-    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
         raise _altered(path, "it is no pack, or cut short") from error
 
 
@@ -597,9 +439,9 @@ def _altered(path: Path, reason: str) -> AssayError:
 def _signed(pack: Pack, key: Path | None) -> str:
     if key:
         return " and signed with this key"
-    return (
-        f", signed by {pack.signer} (give --key to check that)" if pack.signer else ", not signed"
-    )
+    if pack.claimed:
+        return ", with a signature that was not checked (give --key to check it)"
+    return ", not signed"
 
 
 def _report(pack: Pack, options: PackOptions, summary: str) -> Report:
@@ -613,7 +455,8 @@ def _report(pack: Pack, options: PackOptions, summary: str) -> Report:
         "dtype": header.dtype,
         "rounding": rounding,
         "head": {**pack.manifest["head"], "included": pack.head is not None},
-        "signed": bool(pack.signer),
+        "signed": bool(pack.claimed),
+        "signature_checked": bool(pack.signer),
         "signer": pack.signer or None,
         "text": dict(header.text),
         "engine": dict(header.engine),
@@ -637,7 +480,7 @@ def _report(pack: Pack, options: PackOptions, summary: str) -> Report:
                 "output head",
                 "in the pack" if pack.head else f"by digest {results['head']['sha256'][:12]}…",
             ),
-            Metric("signature", pack.signer or "none"),
+            Metric("signature", pack.signer or ("not checked" if pack.claimed else "none")),
         ],
         summary=summary,
     )
