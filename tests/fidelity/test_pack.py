@@ -425,5 +425,5 @@ def test_strange_signatures_are_no_signatures(pack: Any, tmp_path: Path) -> None
 def test_a_key_is_a_regular_file(path: str) -> None:
     from assay.fidelity.signature import read_key
 
-    with pytest.raises(AssayError, match="regular file|does not exist"):
+    with pytest.raises(AssayError, match=r"regular file|does not exist"):
         read_key(Path(path))
