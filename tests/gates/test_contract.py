@@ -57,7 +57,9 @@ def test_a_full_contract_gives_each_verb_its_own_options() -> None:
         [compare]
         windows = 16
         margin_ppl = "2%"
-        """)
+        """),
+        server="http://localhost:8000",
+        api_key_env="KEY",
     )
     assert list(contract.sections) == list(SECTIONS)
     identity, determinism = (contract.sections[name] for name in ("identity", "determinism"))
@@ -233,3 +235,44 @@ def test_the_contracts_that_are_shown_can_be_read() -> None:
 def test_the_page_shows_every_key_as_it_is_declared() -> None:
     """docs/gate.md holds the tables that the declared options give: see `contract_reference`."""
     assert contract_reference() in DOCS.read_text(encoding="utf-8")
+
+
+CHECKED = {"subject": {"server": "http://a"}, "check": {}}
+
+
+@pytest.mark.parametrize(
+    ("subject", "more", "server", "key", "said"),
+    [
+        ({"api_key_env": "AWS_SECRET"}, {}, None, None, "a contract names no secret"),
+        ({"api_key_env": "AWS_SECRET"}, {}, "http://a", None, "a contract names no secret"),
+        ({"api_key_env": "AWS_SECRET"}, {}, "http://a", "KEY", "a contract names no secret"),
+        ({}, {}, None, "KEY", "is sent to no server that only"),
+        (
+            {"engine": "http://b?api_key_env=AWS_SECRET"},
+            {},
+            "http://a",
+            "KEY",
+            "it could name a secret",
+        ),
+        ({"engine": "vllm:m?python=./evil"}, {}, None, None, "it could choose a program to run"),
+        ({}, {"check": {"reference_engine": "vllm:m?a=1&python=x"}}, None, None, "a program"),
+        ({}, {"spec": {"lossless": "http://b"}}, "http://a", "KEY", "names no other server"),
+    ],
+)
+def test_a_contract_of_a_pull_request_takes_no_secret_and_runs_no_program(
+    subject: dict[str, str],
+    more: dict[str, dict[str, str]],
+    server: str | None,
+    key: str | None,
+    said: str,
+) -> None:
+    data = {**CHECKED, **more, "subject": {**CHECKED["subject"], **subject}}
+    with pytest.raises(UsageError, match=said):
+        contract_of(data, server=server, api_key_env=key)
+
+
+def test_the_command_line_names_the_key_and_its_server() -> None:
+    contract = contract_of(CHECKED, server="http://b", api_key_env="KEY")
+    assert (contract.subject.server, contract.sections["check"].api_key_env) == ("http://b", "KEY")
+    again = {**CHECKED, "subject": {**CHECKED["subject"], "api_key_env": "KEY"}}
+    assert contract_of(again, server="http://b", api_key_env="KEY").subject.api_key_env == "KEY"

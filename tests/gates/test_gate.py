@@ -236,6 +236,21 @@ def test_a_part_that_is_no_longer_examined_is_named(gate: Gate, here: Path) -> N
     assert gone == {"check", "tools"}
 
 
+def test_a_contract_that_asks_for_less_than_the_last_good_one_is_named(gate: Gate) -> None:
+    logs = '[subject]\nlogs = ["vllm.log"]\n[spec]\n'
+    gate(f'{logs}min_acceptance = "60%"\n', "--json", "good.json")
+    for contract, said in (
+        (logs, "[spec] min_acceptance is gone, it was 60"),
+        (f'{logs}min_acceptance = "40%"\n', "[spec] min_acceptance is 40, it was 60"),
+    ):
+        code, report = gate(contract, "--baseline", "good.json")
+        (finding,) = [f for f in report["findings"] if f["id"] == "server.contract_weaker"]
+        assert (code, finding["severity"]) == (0, "warning")
+        assert said in finding["title"]
+    _, report = gate(f'{logs}min_acceptance = "65%"\n', "--baseline", "good.json")
+    assert "server.contract_weaker" not in {f["id"] for f in report["findings"]}
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "3", "[]", "{}", '{"schema": "assay/1", "command": "check"}',

@@ -175,6 +175,7 @@ def test_the_action_tells_the_verdict(
     given = {
         "CONTRACT": "my assay.toml",
         "SERVER": "",
+        "KEY": "",
         "BASELINE": "none.json",
         "OUTPUT": "out $(touch x)",
         "ALLOW": allow,
@@ -193,6 +194,33 @@ def test_the_action_tells_the_verdict(
     assert not (tmp_path / "x").exists()
     assert (tmp_path / "summary.md").exists() == (verdict != "error")
     assert "::warning::assay: there is no baseline none.json yet" in done.stdout
+
+
+def test_the_action_imports_nothing_from_the_checkout(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """A pull request brings files that Python would import first from the folder it runs in."""
+    (tmp_path / "vllm.log").write_text(LOG * 20)
+    (tmp_path / "assay.toml").write_text(
+        '[subject]\nlogs = ["vllm.log"]\n[spec]\nmin_acceptance = "90%"\n'
+    )
+    for name in ("assay", "typer", "pip", "json", "tomllib"):
+        (tmp_path / f"{name}.py").write_text("print('pwned')\nraise SystemExit(0)\n")
+    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    (install,) = [s["run"] for s in action["runs"]["steps"] if "id" not in s]
+    given = {
+        "CONTRACT": "assay.toml",
+        "SERVER": "",
+        "KEY": "",
+        "BASELINE": "",
+        "OUTPUT": ".",
+        "ALLOW": "false",
+        "PACKAGE": "--version",
+    }
+    installed = run(["bash", "-e", "-c", install], tmp_path, environment | given)
+    assert "pwned" not in installed.stdout
+    done = run(["bash", "-e", "-c", action_step()["run"]], tmp_path, environment | given)
+    assert (done.returncode, "pwned" in done.stdout + done.stderr) == (1, False)
 
 
 STEP = {

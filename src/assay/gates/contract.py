@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -56,7 +57,9 @@ class Subject(Options):
         None, "What `compare` scores: hf:MODEL, gguf:FILE, …; default: the server."
     )
     api_key_env: str | None = option(
-        None, "Environment variable that holds the API key.", metavar="NAME"
+        None,
+        "Only the command line names the API key (--api-key-env); here it can repeat the name.",
+        metavar="NAME",
     )
     timeout: float = option(300.0, "Seconds that one answer may take.", lo=1, hi=86_400)
 
@@ -222,9 +225,19 @@ class Contract:
         return {name: value for name in named if (value := getattr(options, name)) is not None}
 
 
-def read_contract(path: Path = DEFAULT, server: str | None = None) -> Contract:
-    """The contract in a file; UsageError says in one line what is wrong in it. `server` stands for
-    `[subject] server`.
+def read_contract(
+    path: Path = DEFAULT, server: str | None = None, api_key_env: str | None = None
+) -> Contract:
+    """Read the contract in a file.
+
+    Args:
+        path: A TOML file.
+        server: Stands for `[subject] server`.
+        api_key_env: Environment variable with the API key. A contract may come with a pull request,
+            so it names no secret, and a key is sent only to a server that the command names.
+
+    Raises:
+        UsageError: It says in one line what is wrong in the file.
     """
     try:
         with path.open("rb") as file:
@@ -242,13 +255,17 @@ def read_contract(path: Path = DEFAULT, server: str | None = None) -> Contract:
         raise _refused(
             f"{path} is not TOML: {' '.join(str(error).split())}", "see docs/gate.md for an example"
         ) from error
-    return contract_of(data, path.name, hashlib.sha256(raw).hexdigest(), server)
+    return contract_of(data, path.name, hashlib.sha256(raw).hexdigest(), server, api_key_env)
 
 
 def contract_of(
-    data: Mapping[str, Any], where: str = str(DEFAULT), sha256: str = "", server: str | None = None
+    data: Mapping[str, Any],
+    where: str = str(DEFAULT),
+    sha256: str = "",
+    server: str | None = None,
+    api_key_env: str | None = None,
 ) -> Contract:
-    """The contract that plain data holds, such as a parsed TOML file."""
+    """The contract that plain data holds, such as a parsed TOML file. Raises: UsageError."""
     known = ("subject", "reference", *SECTIONS)
     for name, value in data.items():
         if name not in known:
@@ -262,7 +279,11 @@ def contract_of(
     subject = Subject.of(
         data.get("subject", {}) | ({"server": server} if server else {}), f"{where} [subject]"
     )
+    subject = replace(subject, api_key_env=_key_of(subject, where, server, api_key_env))
     against = Against.of(data.get("reference", {}), f"{where} [reference]")
+    rest = {**data, "subject": {**data.get("subject", {}), "server": ""}}
+    for text in _texts(rest):
+        _refuse_powers(where, text, subject)
     if against.engine and against.pack:
         raise _refused(f"{where} [reference] names an engine and a pack", "leave one of them out")
     if (against.key or against.head) and not against.pack:
@@ -284,6 +305,56 @@ def contract_of(
         sha256,
         data,
     )
+
+
+def _key_of(
+    subject: Subject, where: str, server: str | None, api_key_env: str | None
+) -> str | None:
+    """The variable of the key that the command line names. UsageError where the contract names
+    another, or where the key would go to a server that the contract names.
+    """
+    if subject.api_key_env and subject.api_key_env != api_key_env:
+        raise _refused(
+            f"{where} [subject]: api_key_env: a contract names no secret, since a pull request can"
+            " change it",
+            f"leave it out, and give --api-key-env {subject.api_key_env} --server URL",
+        )
+    if api_key_env and not server:
+        raise _refused(
+            f"--api-key-env {api_key_env}: the key is sent to no server that only {where} names",
+            "name the server on the command line too: --server URL",
+        )
+    return api_key_env
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in plain data, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _refuse_powers(where: str, text: str, subject: Subject) -> None:
+    """UsageError for a text by which a file of a pull request could take a secret or run a program:
+    an option of an engine, or another server than the one that the key is for.
+    """
+    names = {part.partition("=")[0] for part in text.partition("?")[2].split("&")}
+    for name, why in (("api_key_env", "name a secret"), ("python", "choose a program to run")):
+        if name in names:
+            raise _refused(
+                f"{where}: {text}: ?{name}= is not for a contract: it could {why}",
+                "run that engine with assay compare, or name it in the environment",
+            )
+    if subject.api_key_env and re.search(r"(?i)\bhttps?:", text):
+        raise _refused(
+            f"{where}: {text}: with --api-key-env a contract names no other server",
+            "leave it out, or run that section by its own verb",
+        )
 
 
 def _options(section: Section, contract: Contract, given: Mapping[str, Any]) -> Options:

@@ -26,12 +26,14 @@ from assay.fidelity.plan import printable
 from assay.gates.contract import (
     DEFAULT,
     SECTIONS,
+    SHARES,
     Contract,
     Figure,
     Ruled,
     figures,
     read_contract,
     rule,
+    short,
 )
 from assay.options import Options, option
 from assay.progress import NO_PROGRESS, Progress
@@ -56,6 +58,9 @@ class GateOptions(Options):
     contract: Path = option(DEFAULT, "The contract.", metavar="FILE")
     server: str | None = option(
         None, "Server to examine in place of the contract's.", metavar="URL"
+    )
+    api_key_env: str | None = option(
+        None, "Environment variable with the server's API key; it needs --server.", metavar="NAME"
     )
     baseline: Path | None = option(
         None, "Result of the last good run (its --json): say what changed."
@@ -116,7 +121,7 @@ def run_gate(options: GateOptions | None = None, progress: Progress = NO_PROGRES
     sense, before anything is run.
     """
     options = options or GateOptions()
-    contract = read_contract(options.contract, options.server)
+    contract = read_contract(options.contract, options.server, options.api_key_env)
     before = read_baseline(options.baseline) if options.baseline else None
     if options.lint:
         return _linted(contract)
@@ -470,6 +475,8 @@ def gate_report(
     thin = bool(who or missing or interrupted or not parts)
     verdict = worst((*(p.verdict for p in parts), *([Verdict.INCONCLUSIVE] if thin else [])))
     findings = [f for part in parts for f in part.findings()] + who + list(_worse(changed, before))
+    if before and (weaker := list(weakened(contract, before))):
+        findings.append(_asks_less(weaker, before))
     subject = contract.subject
     return Report(
         command="gate",
@@ -503,6 +510,54 @@ def gate_report(
         blocks=_blocks(parts, missing, changed, before),
         interrupted=interrupted,
         summary=_sentence(parts, missing, who),
+    )
+
+
+MARGINS = ("margin_ppl", "margin_kl", "marginal_ppl", "marginal_kl", "control_margin")
+FLOORS = ("margin_top1", "marginal_top1")
+
+
+def weakened(contract: Contract, before: Baseline) -> Iterator[str]:
+    """What the contract of the last good run asked for and this one does not, one clause each."""
+    for name, old in before.parts.items():
+        if name not in contract.sections:
+            yield f"[{name}] is gone"
+            continue
+        limits = contract.limits(name)
+        for limit in old.get("limits") or ():
+            bound, now = limit["limit"], limits.get(limit["name"])
+            if now is None:
+                yield f"[{name}] {limit['name']} is gone, it was {short(bound)}"
+                continue
+            now = 100 * now if limit["name"] in SHARES else now
+            if now < bound if limit["name"].startswith("min_") else now > bound:
+                yield f"[{name}] {limit['name']} is {short(now)}, it was {short(bound)}"
+        plan = old["subject"].get("plan")
+        if name == "compare" and isinstance(plan, Mapping):
+            yield from _wider(contract.sections[name], plan)
+
+
+def _wider(now: Any, old: Mapping[str, Any]) -> Iterator[str]:
+    """Margins of a comparison that let more through than they did."""
+    for margin in (*MARGINS, *FLOORS):
+        was, is_ = old.get(margin), getattr(now, margin)
+        if not isinstance(was, int | float) or not isinstance(is_, int | float):
+            continue
+        if is_ < was if margin in FLOORS else is_ > was:
+            yield f"[compare] {margin} is {short(is_)}, it was {short(was)}"
+    if now.allow_marginal and old.get("allow_marginal") is False:
+        yield "[compare] allow_marginal is new"
+
+
+def _asks_less(weaker: Sequence[str], before: Baseline) -> Finding:
+    return Finding(
+        "server.contract_weaker",
+        Severity.WARNING,
+        f"the contract asks for less than that of {before.name}: {'; '.join(weaker)}",
+        evidence={"weaker": list(weaker)},
+        remedies=(
+            "see whether that was meant; in a pull request take the contract from the base branch",
+        ),
     )
 
 

@@ -31,6 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--assay-server", metavar="URL", help="server to examine in place of the contract's"
     )
+    group.addoption(
+        "--assay-api-key-env",
+        metavar="NAME",
+        help="environment variable with the API key of --assay-server",
+    )
     group.addoption("--assay-contract", metavar="FILE", help="contract of tests that name none")
     parser.addini("assay_contract", "contract of tests that name none", default="assay.toml")
 
@@ -72,14 +77,16 @@ def _run(config: pytest.Config, contract: str | Path | None, options: dict[str, 
     path = config.rootpath / named
     if server := config.getoption("--assay-server"):
         options.setdefault("server", server)
+    if key := config.getoption("--assay-api-key-env"):
+        options.setdefault("api_key_env", key)
     kept = config.stash.setdefault(_KEPT, {})
-    key = repr((path, sorted(options.items())))
-    if key not in kept:
+    run = repr((path, sorted(options.items())))
+    if run not in kept:
         try:
-            kept[key] = run_gate(GateOptions.of({"contract": path, **options}))
+            kept[run] = run_gate(GateOptions.of({"contract": path, **options}))
         except AssayError as error:
-            kept[key] = error
-    found = kept[key]
+            kept[run] = error
+    found = kept[run]
     if isinstance(found, AssayError):
         pytest.fail(
             f"assay gate: {found.message}" + (f" ({found.remedy})" if found.remedy else ""),
