@@ -42,7 +42,8 @@ _EXIT_CODES = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.ERROR: 2, Verdict.INCON
 _WORST_FIRST = (Verdict.FAIL, Verdict.ERROR, Verdict.INCONCLUSIVE, Verdict.PASS)
 
 EXIT_BUG = 70
-EXIT_INTERRUPTED = 130
+EXITS_INTERRUPTED = frozenset(128 + sign for sign in (1, 2, 13, 15))
+"""Exit codes of runs that were cut short: by SIGHUP, Ctrl-C, a reader that left, SIGTERM."""
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -194,6 +195,8 @@ class Report:
     headline: Sequence[Metric] = ()
     blocks: Sequence[Block] = ()
     interrupted: bool = False
+    signal: int = 2
+    """Number of the signal that interrupted it."""
     summary: str = ""
     """One sentence under the verdict. Left empty, the writers take the gravest finding's title."""
 
@@ -207,7 +210,7 @@ class Report:
     @property
     def exit_code(self) -> int:
         """Exit code of the process that prints this report."""
-        return EXIT_INTERRUPTED if self.interrupted else self.verdict.exit_code
+        return 128 + self.signal if self.interrupted else self.verdict.exit_code
 
     def to_html(self) -> str:
         """The report as a self-contained page."""

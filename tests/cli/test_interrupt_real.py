@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a real model is scored: exit 130, what there is is shown, and the same
+"""Ctrl-C and SIGTERM while a real model is scored: what there is is shown, and the same
 command goes on from there.
 """
 
@@ -71,9 +71,9 @@ def interrupted(
             assert time.monotonic() < until, f"it never came to that point: {run.said()}"
             time.sleep(0.02)
         run.process.send_signal(sign)
-        assert run.process.wait(LIMIT) == 130, run.said()
+        assert run.process.wait(LIMIT) == 128 + sign, run.said()
         body = run.report()
-    assert body["exit_code"] == 130 and body["verdict"] == "inconclusive"
+    assert body["exit_code"] == 128 + sign and body["verdict"] == "inconclusive"
     # It goes on with as many threads, or what is kept under that number would not fit.
     assert kept(cache, "threads")
     return body

@@ -266,7 +266,7 @@ def test_nothing_is_left_whatever_kills_the_doctor_at_any_stage(
             time.sleep(0.1)
         assert marked(mark) == []
         if sign is not signal.SIGKILL:
-            assert doctor.returncode == 130
+            assert doctor.returncode == 128 + sign
     finally:
         doctor.kill()
         for pid in marked(mark):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from assay import plugins
+from assay import plugins, signals
 from assay.cli import verbs
 from assay.cli.verb import (
     STDOUT,
@@ -30,7 +30,7 @@ from assay.cli.verb import (
     usage_report,
 )  # fmt: skip
 from assay.errors import AssayError
-from assay.verdict import EXIT_INTERRUPTED, SCHEMA, Verdict
+from assay.verdict import EXITS_INTERRUPTED, SCHEMA, Verdict
 
 # Newer releases of typer carry their own copy of click; the base class of their errors is reached
 # through typer.
@@ -137,24 +137,22 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `assay` command."""
-    # A request to end is an interrupt: servers that were started are stopped, and what was measured
-    # is printed. So is Ctrl-C where the shell had it ignored, as shells do for programs in the
-    # background.
-    for sign in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(sign, signal.default_int_handler)
+    signals.listen()
     _open_missing_streams()
     # Torch's threads, once imported, would otherwise spin while they wait: beside another program
     # that takes the same cores, a step of a second then takes a minute.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     code = invoke(sys.argv[1:] if arguments is None else arguments)
+    signals.finish()
     waits = any(
         t.name.startswith("ThreadPoolExecutor") and t.is_alive() for t in threading.enumerate()
     )
-    if code == EXIT_INTERRUPTED or waits:
+    if code in EXITS_INTERRUPTED or waits:
         # Threads may still wait for answers that nobody will read, after an interrupt or the end of
         # a budget; a normal exit would wait with them.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -186,8 +184,8 @@ def invoke(arguments: list[str]) -> int:
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
     try:
         result = command.main(args=arguments, prog_name="assay", standalone_mode=False)
-    except typer.Abort:
-        return EXIT_INTERRUPTED
+    except (typer.Abort, KeyboardInterrupt):
+        return signals.exit_code()
     except _ClickException as error:
         if not arguments or (
             len(arguments) == 1 and _commands_of(arguments[0])

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from assay.progress import is_terminal, span
 
@@ -91,6 +91,27 @@ class Speed:
         if not total or self.done <= self.kept or self.done > total:
             return None
         return (total - self.done) * (self.now - self.since) / (self.done - self.kept)
+
+
+class _Lasting:
+    """A stream whose end (a terminal that was closed, a full disk) does not stop the work."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write as far as that is possible."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush as far as that is possible."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 class _Silent:
@@ -195,7 +216,7 @@ def _bar(
     from assay.report.text import one_line
 
     console = Console(
-        file=stream,
+        file=cast(TextIO, _Lasting(stream)),
         markup=False,
         emoji=False,
         highlight=False,
@@ -291,7 +312,7 @@ def live_table(doctor: Doctor) -> Iterator[None]:
     from rich.live import Live
 
     console = Console(
-        file=sys.stderr,
+        file=cast(TextIO, _Lasting(sys.stderr)),
         markup=False,
         emoji=False,
         highlight=False,

@@ -9,6 +9,7 @@ A verb is a function that returns a `Report`. `@verb` adds the options that its 
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import json
 import os
@@ -24,6 +25,7 @@ from typing import Annotated, Any, TextIO, get_args, get_type_hints
 import typer
 import typer.core
 
+from assay import signals
 from assay.engines.machine import out_of_memory
 from assay.errors import AssayError, UsageError
 from assay.options import Declared, Options, declared_options, option
@@ -305,6 +307,9 @@ def group(name: str, help: str, verbs: Mapping[str, Verb]) -> Group:
 
 # Run a verb and write its report.
 
+_READER_GONE = frozenset({errno.EPIPE, errno.EIO})
+"""A pipe whose reader ended (`assay … | head`), a terminal that was closed."""
+
 
 def run(name: str, output: Output, body: Callable[[], Report]) -> int:
     """Run a verb, write its report everywhere it should go, and return the exit code."""
@@ -324,24 +329,34 @@ def run(name: str, output: Output, body: Callable[[], Report]) -> int:
                 report = error_report(name, _failed(plugin, error, area_of(name)))
             else:
                 return _bug(error, output.debug)
-        from assay.environment import recorded
+        with signals.writing():
+            return _finish(name, report, output, files, stdout)
 
-        report = recorded(with_usage_of(name, report))
-        try:
-            write(report, output, files, stdout)
-        except BrokenPipeError:
-            # The reader went away (`assay … | head`). Nobody is left to tell.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        except OSError as error:
-            where = f": {error.filename}" if error.filename else ""
-            print(f"assay: cannot write the report: {error.strerror}{where}", file=sys.stderr)
-            return Verdict.ERROR.exit_code
-        except Exception as error:
-            if not (plugin := culprit(error.__traceback__)):
-                return _bug(error, output.debug)
-            print(f"assay: {_failed(plugin, error, area_of(name)).message}", file=sys.stderr)
-            return Verdict.ERROR.exit_code
-        return report.exit_code
+
+def _finish(
+    name: str, report: Report, output: Output, files: Sequence[tuple[str, Path]], stdout: TextIO
+) -> int:
+    """Complete a report, write it everywhere it should go, and return the exit code."""
+    from assay.environment import recorded
+
+    report = recorded(with_usage_of(name, report))
+    if sign := signals.received():
+        report = replace(report, signal=int(sign))
+    try:
+        write(report, output, files, stdout)
+    except OSError as error:
+        if error.filename is None and error.errno in _READER_GONE:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody is left to tell
+            return report.exit_code
+        where = f": {error.filename}" if error.filename else ""
+        print(f"assay: cannot write the report: {error.strerror}{where}", file=sys.stderr)
+        return Verdict.ERROR.exit_code
+    except Exception as error:
+        if not (plugin := culprit(error.__traceback__)):
+            return _bug(error, output.debug)
+        print(f"assay: {_failed(plugin, error, area_of(name)).message}", file=sys.stderr)
+        return Verdict.ERROR.exit_code
+    return report.exit_code
 
 
 def _bug(error: Exception, debug: bool) -> int:
@@ -458,7 +473,11 @@ def interrupted_report(name: str) -> Report:
     finding = Finding(
         id=f"{area_of(name)}.interrupted",
         severity=Severity.WARNING,
-        title="interrupted before anything was measured",
+        title=(
+            "interrupted again while the report was made; what was measured is kept"
+            if signals.asked_again()
+            else "interrupted before anything was measured"
+        ),
     )
     return Report(command=name, verdict=Verdict.INCONCLUSIVE, findings=(finding,), interrupted=True)
 

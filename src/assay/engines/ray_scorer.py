@@ -56,6 +56,7 @@ from assay.engines.specs import opened_by
 from assay.environment import measured_on
 from assay.errors import AssayError, UsageError
 from assay.progress import NO_PROGRESS, Progress
+from assay.signals import handlers_kept
 from assay.verdict import Finding, Report, Severity
 
 _WORKER = "assay.engines.ray_worker"
@@ -174,7 +175,7 @@ class Pool:
             except (OSError, UnicodeError) as error:  # the second: a name that can be no host's
                 raise self._unreachable(getattr(error, "strerror", None) or str(error)) from error
         try:
-            with self._said(f"joining Ray at {where}"):
+            with self._said(f"joining Ray at {where}"), handlers_kept():
                 self._ray.init(**(local if where == LOCAL else {"address": where}), **quiet)
         except (
             ConnectionError,

@@ -25,7 +25,16 @@ from assay.plugins import get, names
 from assay.report.markdown import code, prose
 from assay.report.svg import CHAR, label, tag
 from assay.report.text import VERDICTS, cut_middle, one_line
-from assay.verdict import EXIT_INTERRUPTED, SCHEMA, Finding, Report, Severity, Table, Verdict, worst
+from assay.verdict import (
+    EXITS_INTERRUPTED,
+    SCHEMA,
+    Finding,
+    Report,
+    Severity,
+    Table,
+    Verdict,
+    worst,
+)
 
 UNREGISTERED = "your-name/fidelity"
 """The data set that results name where the user names none: the Hub shows a result only once its
@@ -217,7 +226,7 @@ def read_report(report: Path | Report, candidate: str | None = None) -> list[Mea
 
 def _measured(data: Mapping[str, Any], candidate: str | None, name: str) -> Iterator[Measured]:
     verdict = Verdict(data["verdict"])
-    if data["exit_code"] == EXIT_INTERRUPTED:
+    if data["exit_code"] in EXITS_INTERRUPTED:
         verdict = worst((verdict, Verdict.INCONCLUSIVE))
     results, subject, command = data["results"], data["subject"], data["command"]
     environment = data.get("environment") or {}

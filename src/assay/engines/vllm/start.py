@@ -15,6 +15,7 @@ from typing import Any
 from assay.engines import read_options
 from assay.errors import AssayError, UsageError
 from assay.plugins import get
+from assay.signals import handlers_kept
 
 # How a model of vLLM is written: `vllm:MODEL?kv_cache_dtype=fp8&max_model_len=2048`.
 
@@ -373,7 +374,8 @@ def start_llm(spec: VllmSpec) -> Any:
                 "distributed_executor_backend": "mp",
             }
         let_numba_be_looked_into()
-        return LLM(**arguments | dict(spec.args))
+        with handlers_kept():
+            return LLM(**arguments | dict(spec.args))
     except Exception as error:
         if spec.ranks > 1:
             forget_ranks()
