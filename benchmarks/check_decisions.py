@@ -38,14 +38,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from assay.coherence.check import asks_for_texts
 from assay.coherence.detectors.stutter import stutter_counts
-from assay.coherence.diagnosis import judge
 from assay.coherence.grading import grade
-from assay.coherence.measure import EXTENSIONS, LOOKS
-from assay.coherence.probes import passages, score_alone, score_in_context
-from assay.coherence.record import CheckRecord, PassageScore, ProbeResult, Sample
-from assay.coherence.rules import interval_json
+from assay.coherence.judge import judge
+from assay.coherence.passages import passages, score_alone, score_in_context
+from assay.coherence.record import CheckRecord, GradedReply, PassageScore, ProbeResult
+from assay.coherence.rules.rule import interval_json
+from assay.coherence.run import asks_for_texts
+from assay.coherence.stages import EXTENSIONS, MAX_ANALYSES
 from assay.demo.models import build_smollm2
 from assay.demo.run import DAMAGES, damage_checkpoint
 from assay.engines.hf.engine import HfEngine
@@ -70,18 +70,18 @@ GREEDY, PLANNED, SINGLE = 6, 18, 17
 """Texts of the plan: greedy ones, sampled ones, and those of needles and the burst, greedy too."""
 LN2 = math.log(2.0)
 
-Pool = dict[str, list[Sample]]
+Pool = dict[str, list[GradedReply]]
 """Texts of one source, `greedy` and `sampled`."""
 
 
 def pools(half: str) -> dict[str, Pool]:
     """Graded texts of the corpus and of real healthy runs by source, of one half."""
-    found: dict[str, list[tuple[str, str, Sample]]] = defaultdict(list)
+    found: dict[str, list[tuple[str, str, GradedReply]]] = defaultdict(list)
     with gzip.open(HERE / "corpus" / "outputs.jsonl.gz", "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
             text, heat = row["text"], row["sampling"]["temperature"]
             result, said = grade(text, finish_reason=row["finish_reason"]), stutter_counts(text)
-            sample = Sample(
+            sample = GradedReply(
                 label=result.label.value,
                 kind=result.kind,
                 onset_char=result.onset_char,
@@ -117,7 +117,7 @@ def pools(half: str) -> dict[str, Pool]:
     return {name: pool for name, rows in found.items() if (pool := _half(rows, half))["sampled"]}
 
 
-def _half(rows: Sequence[tuple[str, str, Sample]], half: str) -> Pool:
+def _half(rows: Sequence[tuple[str, str, GradedReply]], half: str) -> Pool:
     """One half of the texts; those that answered several questions of the source keep their words
     alone as a head.
     """
@@ -133,7 +133,7 @@ def _half(rows: Sequence[tuple[str, str, Sample]], half: str) -> Pool:
     return pool
 
 
-def texts(rng: random.Random, pool: Pool, sampled: int, greedy: int) -> list[Sample]:
+def texts(rng: random.Random, pool: Pool, sampled: int, greedy: int) -> list[GradedReply]:
     """Texts drawn from a pool."""
     cold = pool["greedy"] or pool["sampled"]
     return [rng.choice(pool["sampled"]) for _ in range(sampled)] + [
@@ -178,11 +178,11 @@ def scores(rng: random.Random, kept: list[list[Any]], spread: float) -> tuple[Pa
     )
 
 
-def record(drawn: Sequence[Sample], passages: tuple[PassageScore, ...]) -> CheckRecord:
+def record(drawn: Sequence[GradedReply], passages: tuple[PassageScore, ...]) -> CheckRecord:
     """A record of these texts: the sampled ones dealt to the probes, of the greedy ones each an
     answer to a question of its own.
     """
-    asked: dict[str, list[Sample]] = defaultdict(list)
+    asked: dict[str, list[GradedReply]] = defaultdict(list)
     for n, sample in enumerate(s for s in drawn if s.temperature):
         asked[PROBES[n % len(PROBES)]].append(sample)
     for n, sample in enumerate(s for s in drawn if not s.temperature):
@@ -226,9 +226,9 @@ def run(
     before = judged(0.95, fixed=False).verdict
     if any(r.state == "bad" and r.rule in ("bits_per_byte", "depth") for r in judged(0.95).rulings):
         before = Verdict.FAIL
-    for look in range(1, LOOKS + 1):
+    for look in range(1, MAX_ANALYSES + 1):
         judgement = judged(confidence_of_look(look))
-        if look == LOOKS or not asks_for_texts(judgement):
+        if look == MAX_ANALYSES or not asks_for_texts(judgement):
             why = tuple(r.rule for r in judgement.rulings if r.state in ("bad", "unclear"))
             return judgement.verdict, look, before, why
         more = EXTENSIONS[look - 1] * len(PROBES)
@@ -310,7 +310,7 @@ def rebuilt(row: dict[str, Any]) -> tuple[CheckRecord, CheckRecord]:
     def side(bad: int, floods: int, bits: Sequence[float]) -> CheckRecord:
         kinds = ["single_char_flood"] * floods + ["sentence_loop"] * (bad - floods)
         samples = tuple(
-            Sample(
+            GradedReply(
                 label="degenerate" if kind else "ok",
                 kind=kind,
                 onset_char=None,

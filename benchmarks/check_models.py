@@ -30,7 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from assay.coherence.diagnosis import judge
+from assay.coherence.judge import judge
 from assay.coherence.record import CheckRecord
 from assay.demo import vllm_server
 from assay.demo.models import build_gemma3, build_qwen05, build_qwen15, build_smollm2
@@ -59,16 +59,15 @@ RUN = ("model", "device", "kv_cache_dtype", "way", "seed")
 WHOLE_TEXTS = """
 import json, sys
 from assay.cli.main import main
-from assay.coherence import check, measure, tools
-kept, build_report = sys.argv.pop(1), check.build_report
+from assay.coherence import replies, results, run, tools
+kept, build_report = sys.argv.pop(1), run.build_report
 def build(subject, options, record, reference, *rest):
     both = {"server": record, "reference": reference and reference.record}
     with open(kept, "w", encoding="utf-8") as file:
-        json.dump({k: v and check.record_json(v) for k, v in both.items()}, file)
+        json.dump({k: v and results.record_json(v) for k, v in both.items()}, file)
     return build_report(subject, options, record, reference, *rest)
-from assay.coherence.report import record_json
-check.record_json, check.build_report = record_json, build
-measure.HEAD_CHARS = tools._HEAD = 100_000
+run.build_report = build
+replies.HEAD_CHARS = tools._HEAD = 100_000
 sys.exit(main())
 """
 """The command line of assay, which keeps its texts whole and writes the records of both sides to

@@ -34,14 +34,10 @@ from typing import Any
 
 import numpy as np
 
-from assay.coherence.identity import (
-    Print,
-    compare_prints,
-    measure_determinism,
-    read_print,
-    take,
-    write_print,
-)
+from assay.coherence.determinism import measure_determinism
+from assay.coherence.fingerprint import Fingerprint, read_fingerprint, write_fingerprint
+from assay.coherence.identity import compare_fingerprints
+from assay.coherence.take_fingerprint import take_fingerprint
 from assay.demo import Server, llama_server, vllm_server
 from assay.demo.models import QWEN05, QWEN15, SMOLLM2, build_smollm2, gguf_of
 from assay.engines.server.engine import ServerEngine
@@ -102,47 +98,49 @@ def keep(url: str, name: str, folder: Path, *, determinism: bool, found_only: bo
     """Take the fingerprint of a running server, and again as a reference with its noise."""
     with ServerEngine.connect(url) as engine:
         began = time.monotonic()
-        write_print(take(engine), folder / f"{name}.found.json")
+        write_fingerprint(take_fingerprint(engine), folder / f"{name}.found.json")
         kept: dict[str, Any] = {
             "seconds_to_check": time.monotonic() - began,
             "environment": describe(),
         }
         (folder / f"{name}.more.json").write_text(json.dumps(kept))
         if not found_only:
-            write_print(take(engine, noise=True), folder / f"{name}.reference.json")
+            write_fingerprint(
+                take_fingerprint(engine, noise=True), folder / f"{name}.reference.json"
+            )
         if determinism:
             kept["determinism"] = measure_determinism(engine).to_json()
         (folder / f"{name}.more.json").write_text(json.dumps(kept))
     print(name, kept["seconds_to_check"], flush=True)
 
 
-def with_less(reference: Print, found: Print) -> dict[str, str]:
+def with_less(reference: Fingerprint, found: Fingerprint) -> dict[str, str]:
     """The decision where the server gives less, or where the reference comes from another kind of
     engine.
     """
 
-    def tokens(side: Print) -> Print:
+    def tokens(side: Fingerprint) -> Fingerprint:
         plain = tuple(tuple(replace(item, likely={}) for item in text) for text in side.items)
         return replace(side, items=plain, nats=())
 
     return {
-        "greedy tokens alone": compare_prints(tokens(reference), tokens(found)).decision,
+        "greedy tokens alone": compare_fingerprints(tokens(reference), tokens(found)).decision,
         "scores alone": (
-            compare_prints(replace(reference, items=()), found).decision
+            compare_fingerprints(replace(reference, items=()), found).decision
             if reference.nats and found.nats
             else ""
         ),
         "allowance of another engine": (
-            compare_prints(replace(reference, kind="another"), found).decision
+            compare_fingerprints(replace(reference, kind="another"), found).decision
         ),
     }
 
 
-def resampled(reference: Print, found: Print) -> dict[str, int]:
+def resampled(reference: Fingerprint, found: Fingerprint) -> dict[str, int]:
     """How often each answer came, the texts drawn anew."""
     rng = np.random.default_rng(0)
 
-    def drawn(side: Print, which: list[int]) -> Print:
+    def drawn(side: Fingerprint, which: list[int]) -> Fingerprint:
         return replace(
             side,
             items=tuple(side.items[i] for i in which),
@@ -151,7 +149,7 @@ def resampled(reference: Print, found: Print) -> dict[str, int]:
 
     draws = (rng.integers(0, len(found.items), len(found.items)).tolist() for _ in range(RESAMPLES))
     return dict(
-        Counter(compare_prints(drawn(reference, w), drawn(found, w)).decision for w in draws)
+        Counter(compare_fingerprints(drawn(reference, w), drawn(found, w)).decision for w in draws)
     )
 
 
@@ -167,7 +165,7 @@ def judge(folder: Path) -> None:
     names = sorted(p.name.removesuffix(".found.json") for p in folder.glob("*.found.json"))
     names = [n for n in names if (folder / f"{n}.more.json").exists()]
     prints = {
-        (n, side): read_print(folder / f"{n}.{side}.json")
+        (n, side): read_fingerprint(folder / f"{n}.{side}.json")
         for n in names for side in ("reference", "found") if (folder / f"{n}.{side}.json").exists()
     }  # fmt: skip
     pairs = []
@@ -175,7 +173,7 @@ def judge(folder: Path) -> None:
         if (a, "reference") not in prints or model_of(a) != model_of(b):
             continue
         reference, examined = prints[a, "reference"], prints[b, "found"]
-        found = compare_prints(reference, examined)
+        found = compare_fingerprints(reference, examined)
         tests = {
             t.name: {
                 "value": t.value,

@@ -15,7 +15,8 @@ import json
 from pathlib import Path
 
 from assay.cli.progress import show
-from assay.coherence.check import CheckOptions, run_check
+from assay.coherence.check import run_check
+from assay.coherence.options import CheckOptions
 from assay.demo import llama_server
 from assay.demo.models import SMOLLM2, build_smollm2, gguf_of
 from assay.report.console import print_report

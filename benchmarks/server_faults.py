@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from assay.cli.progress import show
-from assay.coherence.check import CheckOptions, run_check
-from assay.coherence.diagnosis import judge
+from assay.coherence.check import run_check
+from assay.coherence.judge import judge
+from assay.coherence.options import CheckOptions
 from assay.coherence.record import CheckRecord
 from assay.demo import vllm_server
 from assay.demo.models import build_gemma3, build_smollm2

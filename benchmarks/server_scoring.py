@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from assay.coherence.probes import passages
+from assay.coherence.passages import passages
 from assay.demo import vllm_server
 from assay.demo.models import build_smollm2
 from assay.engines.server.engine import ServerEngine

@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 
 from assay.coherence.conversation import TEMPERATURE, TOP_P, user
-from assay.coherence.measure import timed_requests, to_timed_text
+from assay.coherence.speed import timed_requests, to_timed_text
 from assay.demo import VERSION, vllm_server
 from assay.demo.models import build_smollm2
 from assay.engines import Request

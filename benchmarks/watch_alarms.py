@@ -39,7 +39,8 @@ from assay.engines.server.engine import ServerEngine
 from assay.environment import describe
 from assay.monitor.canary import GARBAGE_BITS, Canary, Round, State
 from assay.monitor.change import Changes
-from assay.monitor.watch import IN_A_ROW, WatchOptions
+from assay.monitor.loop import IN_A_ROW
+from assay.monitor.options import WatchOptions
 from identity import keep
 
 RESULTS = Path(__file__).parent / "results"

@@ -36,7 +36,8 @@ from assay.demo.models import SMOLLM2, gguf_of
 from assay.environment import describe
 from assay.monitor.canary import Canary
 from assay.monitor.change import Changes
-from assay.monitor.watch import Watch, WatchOptions
+from assay.monitor.loop import Watch
+from assay.monitor.options import WatchOptions
 from assay.runs import cache_dir
 from assay.serving.launch import free_port
 from identity import rounded

@@ -14,7 +14,8 @@ from pathlib import Path
 from terminal_picture import export_comparison_svg, export_svg
 
 from assay.cli.progress import show
-from assay.coherence.check import CheckOptions, run_check
+from assay.coherence.check import run_check
+from assay.coherence.options import CheckOptions
 from assay.demo.run import run_demo
 from assay.report.console import side_by_side
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from check_servers import Sane, answering, check, ids, save, serving, words
 
-from assay.coherence import check as reference_module
-from assay.coherence.measure import Measurement, Plan
+from assay.coherence import reference as reference_module
+from assay.coherence.measure import Measurement
+from assay.coherence.options import Plan
 from assay.engines import GIVEN_UP, Capability, CapabilityReport, Reply, Request
 from assay.engines import specs as packages
 from assay.errors import AssayError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from assay.coherence.record import (
     AnswerCheck,
     CheckRecord,
+    GradedReply,
     PassageScore,
     ProbeResult,
-    Sample,
     TimedText,
 )
 
@@ -17,7 +17,7 @@ TEXT = (
 )
 
 
-def sample(label: str = "ok", kind: str | None = None, **fields: object) -> Sample:
+def sample(label: str = "ok", kind: str | None = None, **fields: object) -> GradedReply:
     bad = label != "ok"
     given: dict[str, object] = {
         "label": label,
@@ -33,10 +33,10 @@ def sample(label: str = "ok", kind: str | None = None, **fields: object) -> Samp
         "prompt_tokens": 30,
         **fields,
     }
-    return Sample(**given)  # type: ignore[arg-type]
+    return GradedReply(**given)  # type: ignore[arg-type]
 
 
-def samples(ok: int = 0, loops: int = 0, floods: int = 0, empty: int = 0) -> list[Sample]:
+def samples(ok: int = 0, loops: int = 0, floods: int = 0, empty: int = 0) -> list[GradedReply]:
     return [
         *[sample()] * ok,
         *[sample("degenerate", "sentence_loop", onset_char=700)] * loops,
@@ -86,7 +86,7 @@ def timed(label: str = "ok") -> TimedText:
 
 
 def record(
-    texts: list[Sample],
+    texts: list[GradedReply],
     scores: tuple[PassageScore, ...] = (),
     timed_texts: tuple[TimedText, ...] = (timed(), timed(), timed()),
     probe: str = "story",
@@ -96,7 +96,7 @@ def record(
     return CheckRecord(probes=(result,), passages=scores, timed=timed_texts, **fields)  # type: ignore[arg-type]
 
 
-def answered(passed: int, wrong: int) -> list[Sample]:
+def answered(passed: int, wrong: int) -> list[GradedReply]:
     right = sample(checks=(AnswerCheck("names_paris", True),))
     other = sample(checks=(AnswerCheck("names_paris", False, "the answer does not name Paris"),))
     return [*[right] * passed, *[other] * wrong]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from assay.coherence.check import CheckOptions, run_check
+from assay.coherence.check import run_check
+from assay.coherence.options import CheckOptions
 from assay.demo import Server
 from assay.verdict import Report, Verdict
 
@@ -22,7 +23,7 @@ PLAN: dict[str, Any] = {"samples": 1, "repeats": 3, "only": ("france", "spanish"
 @pytest.fixture(scope="module", autouse=True)
 def short_timed_texts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("assay.coherence.measure.TOKENS", 64)
+        patch.setattr("assay.coherence.speed.TOKENS", 64)
         yield
 
 

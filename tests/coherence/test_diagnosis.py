@@ -5,8 +5,9 @@ import shlex
 import pytest
 from check_records import record, sample, samples
 
-from assay.coherence.diagnosis import Subject, diagnose, judge, next_steps, rollback_command
-from assay.coherence.record import CheckRecord, ProbeResult, Sample
+from assay.coherence.diagnosis import Subject, diagnose, next_steps, rollback_command
+from assay.coherence.judge import judge
+from assay.coherence.record import CheckRecord, GradedReply, ProbeResult
 from assay.verdict import Finding, Severity
 
 
@@ -23,7 +24,7 @@ def causes_of(measured: CheckRecord, **subject: object) -> tuple[str, ...]:
     )
 
 
-def bad(kind: str, onset: int, **fields: object) -> list[Sample]:
+def bad(kind: str, onset: int, **fields: object) -> list[GradedReply]:
     return [sample("degenerate", kind, onset_char=onset, **fields)] * 41
 
 

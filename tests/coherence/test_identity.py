@@ -19,16 +19,23 @@ from hypothesis import strategies as st
 
 import assay
 from assay.coherence import identity
-from assay.coherence.identity import (
-    ALLOWED,
+from assay.coherence.determinism import (
     Answer,
-    Item,
-    compare_prints,
-    moved,
-    part,
-    read_print,
-    take,
+    Determinism,
+    find_divergence,
+    findings_of,
+    measure_determinism,
 )
+from assay.coherence.differences import moved
+from assay.coherence.fingerprint import (
+    FORMAT,
+    Fingerprint,
+    Item,
+    read_fingerprint,
+    write_fingerprint,
+)
+from assay.coherence.identity import ALLOWED, compare_fingerprints
+from assay.coherence.take_fingerprint import take_fingerprint
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.scoring import TopToken, read_top
 from assay.errors import AssayError
@@ -120,39 +127,39 @@ def stub(model: lm) -> StubServer:
     return server
 
 
-def taken(twice: bool = False, **fields: Any) -> identity.Print:
+def taken(twice: bool = False, **fields: Any) -> Fingerprint:
     with stub(lm(**fields)) as server, ServerEngine.connect(server.url) as engine:
-        return take(engine, noise=twice)
+        return take_fingerprint(engine, noise=twice)
 
 
 @pytest.fixture(scope="module")
-def reference() -> identity.Print:
+def reference() -> Fingerprint:
     return taken(twice=True)
 
 
 def test_the_same_model_is_the_same_and_the_reference_goes_through_a_file(
-    reference: identity.Print, tmp_path: Path
+    reference: Fingerprint, tmp_path: Path
 ) -> None:
     assert (
         reference.noise["moved"] == 0.0
         and len(reference.items) == 12
         and len(reference.items[0]) == 12
     )
-    identity.write_print(reference, tmp_path / "r.json")
-    assert read_print(tmp_path / "r.json") == reference
-    answer = compare_prints(reference, taken())
+    write_fingerprint(reference, tmp_path / "r.json")
+    assert read_fingerprint(tmp_path / "r.json") == reference
+    answer = compare_fingerprints(reference, taken())
     assert answer.decision == "same" and answer.tokenizer == "same ids"
     assert all(t.hi <= t.allowed for t in answer.tests if t.decides)
 
 
 @pytest.mark.parametrize("noise, decision", [(0.3, "different"), (0.002, "same")])
 def test_a_change_of_the_logits_is_told_by_its_size(
-    reference: identity.Print, noise: float, decision: str
+    reference: Fingerprint, noise: float, decision: str
 ) -> None:
-    assert compare_prints(reference, taken(noise=noise, salt="b")).decision == decision
+    assert compare_fingerprints(reference, taken(noise=noise, salt="b")).decision == decision
 
 
-def test_a_difference_at_the_allowance_is_undecided(reference: identity.Print) -> None:
+def test_a_difference_at_the_allowance_is_undecided(reference: Fingerprint) -> None:
     # Half of the prompts move by nothing, half by twice what is allowed: the mean lies at the
     # allowance.
     shift = 2 * ALLOWED["moved"].same_engine
@@ -167,7 +174,7 @@ def test_a_difference_at_the_allowance_is_undecided(reference: identity.Print) -
     items = tuple(
         tuple(shifted(i) if n % 2 else i for i in row) for n, row in enumerate(reference.items)
     )
-    answer = compare_prints(
+    answer = compare_fingerprints(
         replace(reference, strange=()), replace(reference, strange=(), items=items)
     )
     assert answer.decision == "undecided"
@@ -176,22 +183,24 @@ def test_a_difference_at_the_allowance_is_undecided(reference: identity.Print) -
 
 
 def test_another_tokenizer_is_another_model_and_a_start_token_is_not(
-    reference: identity.Print,
+    reference: Fingerprint,
 ) -> None:
     other = replace(reference, strange=((1, 2), *reference.strange[1:]))
-    assert compare_prints(reference, other).decision == "different"
+    assert compare_fingerprints(reference, other).decision == "different"
     a, b = replace(reference, strange=()), replace(taken(offset=1), strange=())
-    assert compare_prints(a, b).tokenizer == "same counts"
+    assert compare_fingerprints(a, b).tokenizer == "same counts"
     items = ((replace(b.items[0][0], prompt_tokens=99), *b.items[0][1:]), *b.items[1:])
-    assert compare_prints(a, replace(b, items=items)).decision == "different"
+    assert compare_fingerprints(a, replace(b, items=items)).decision == "different"
 
 
 def test_without_probabilities_the_tokens_decide() -> None:
     a = taken(logprobs=False, scores=False, echo=False)
     assert not a.items[0][0].likely and not a.nats
-    same = compare_prints(a, a)
+    same = compare_fingerprints(a, a)
     assert same.decision == "same" and [t.name for t in same.tests] == ["tokens"]
-    other = compare_prints(a, taken(logprobs=False, scores=False, echo=False, noise=0.5, salt="q"))
+    other = compare_fingerprints(
+        a, taken(logprobs=False, scores=False, echo=False, noise=0.5, salt="q")
+    )
     assert other.decision == "different"
     few = tuple(
         tuple(
@@ -200,15 +209,15 @@ def test_without_probabilities_the_tokens_decide() -> None:
         )
         for r, row in enumerate(a.items)
     )
-    assert compare_prints(a, replace(a, items=few)).decision == "undecided"
+    assert compare_fingerprints(a, replace(a, items=few)).decision == "undecided"
 
 
-def test_the_reference_may_say_it_is_noisy_itself(reference: identity.Print) -> None:
+def test_the_reference_may_say_it_is_noisy_itself(reference: Fingerprint) -> None:
     shaky = replace(reference, noise={"moved": 0.1, "flips": 0.1, "tokens": 0.1, "scores": 0.1})
-    assert compare_prints(shaky, taken(noise=0.1, salt="b")).decision == "same"
+    assert compare_fingerprints(shaky, taken(noise=0.1, salt="b")).decision == "same"
 
 
-def test_the_false_rejections_stay_within_alpha(reference: identity.Print) -> None:
+def test_the_false_rejections_stay_within_alpha(reference: Fingerprint) -> None:
     # Draw the distances of a model that lies exactly at the allowance.
     rng = random.Random(3)
     allowed = ALLOWED["moved"].same_engine
@@ -269,21 +278,21 @@ def test_a_reference_that_is_none_is_one_line(tmp_path: Path, content: str) -> N
     path = tmp_path / "reference.json"
     path.write_text(content)
     with pytest.raises(AssayError, match="reference") as caught:
-        read_print(path)
+        read_fingerprint(path)
     assert "\n" not in caught.value.message and str(tmp_path) not in caught.value.message
     with pytest.raises(AssayError, match="cannot be read"):
-        read_print(tmp_path / "missing.json")
+        read_fingerprint(tmp_path / "missing.json")
 
 
 @pytest.mark.parametrize("value", [math.nan, 3.0, "x", None])
 def test_a_reference_with_numbers_that_are_none_is_refused(
-    reference: identity.Print, tmp_path: Path, value: object
+    reference: Fingerprint, tmp_path: Path, value: object
 ) -> None:
     document = reference.to_json()
     document["items"][3][4]["likely"]["x"] = value
     (tmp_path / "r.json").write_text(json.dumps(document))
     with pytest.raises(AssayError, match=r"r\.json"):
-        read_print(tmp_path / "r.json")
+        read_fingerprint(tmp_path / "r.json")
 
 
 def test_the_verb_writes_a_reference_and_compares(tmp_path: Path) -> None:
@@ -291,7 +300,7 @@ def test_the_verb_writes_a_reference_and_compares(tmp_path: Path) -> None:
     with stub(lm()) as server:
         made = assay.check(server.url, identity_out=file)
         assert made.verdict is Verdict.PASS and made.results["identity_reference"]["items"] == 144
-        assert json.loads(file.read_text())["format"] == identity.FORMAT
+        assert json.loads(file.read_text())["format"] == FORMAT
         same = assay.check(server.url, identity=file, determinism=True)
         assert same.exit_code == 0 and same.results["identity"]["decision"] == "same"
         assert same.results["determinism"]["decision"] == "same"
@@ -318,11 +327,11 @@ def test_a_kept_check_is_a_reference_of_scores(tmp_path: Path) -> None:
 # Determinism.
 
 
-def measured(model: lm) -> identity.Determinism:
+def measured(model: lm) -> Determinism:
     with stub(model) as server, ServerEngine.connect(server.url) as engine:
         engine.capabilities  # noqa: B018
         model.count = 0
-        return identity.measure_determinism(engine)
+        return measure_determinism(engine)
 
 
 def test_one_answer_each_is_deterministic() -> None:
@@ -333,19 +342,19 @@ def test_one_answer_each_is_deterministic() -> None:
         (8, 8, (1,) * 4),
         (44, 44, (1,) * 4),
     ]
-    assert identity.findings_of(found) == ()
+    assert findings_of(found) == ()
 
 
 def test_a_close_call_is_rounding_and_a_clear_one_is_corruption() -> None:
     close = measured(lm(after=16))
     assert close.decision == "rounding" and close.verdict is Verdict.PASS
-    assert close.levels[0].partings == () and len(close.levels[2].partings) == 44
-    assert {p.position for p in close.partings} == {3} and all(
-        abs(p.gap or 9) < 0.02 for p in close.partings
+    assert close.levels[0].divergences == () and len(close.levels[2].divergences) == 44
+    assert {p.position for p in close.divergences} == {3} and all(
+        abs(p.gap or 9) < 0.02 for p in close.divergences
     )
     clear = measured(lm(after=30, near=False))
     assert clear.decision == "corruption" and clear.verdict is Verdict.FAIL
-    (finding,) = identity.findings_of(clear)
+    (finding,) = findings_of(clear)
     assert finding.id == "coherence.nondeterministic" and "nats less likely" in finding.detail
 
 
@@ -361,9 +370,9 @@ def test_requests_that_fail_in_a_batch_are_told() -> None:
         model.count = 0
         refuse = text("{}")
         server.on("POST /v1/completions", lambda e: (refuse if model.count >= 30 else model)(e))
-        found = identity.measure_determinism(engine)
+        found = measure_determinism(engine)
     assert found.verdict is Verdict.INCONCLUSIVE and found.levels[2].failed > 0
-    assert identity.findings_of(found)[-1].id == "coherence.determinism_unfinished"
+    assert findings_of(found)[-1].id == "coherence.determinism_unfinished"
 
 
 def test_where_two_answers_part() -> None:
@@ -372,19 +381,19 @@ def test_where_two_answers_part() -> None:
             "".join(words), tuple(TopToken(w, -0.5, {w: -0.5, "b": -0.6, "c": -3.0}) for w in words)
         )
 
-    assert part(answer("x", "y"), answer("x", "y")) is None
-    close = part(answer("x", "a", "z"), answer("x", "b", "q"))
+    assert find_divergence(answer("x", "y"), answer("x", "y")) is None
+    close = find_divergence(answer("x", "a", "z"), answer("x", "b", "q"))
     assert (
         close is not None
         and close.position == 1
         and close.gap == pytest.approx(0.1)
         and close.why == "rounding"
     )
-    far = part(answer("x", "a"), answer("x", "unlisted"))
+    far = find_divergence(answer("x", "a"), answer("x", "unlisted"))
     assert far is not None and far.gap == pytest.approx(2.5) and far.why == "corruption"
-    shorter = part(answer("x", "a"), answer("x"))
+    shorter = find_divergence(answer("x", "a"), answer("x"))
     assert shorter is not None and shorter.first == "(end)"
-    plain = part(Answer("abc"), Answer("abd"))
+    plain = find_divergence(Answer("abc"), Answer("abd"))
     assert plain is not None and (plain.position, plain.why) == (2, "not known")
 
 

@@ -7,12 +7,14 @@ from check_records import answered, passages, record, sample, samples, timed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.coherence.check import asks_for_texts
-from assay.coherence.diagnosis import judge
-from assay.coherence.measure import Plan, grade_reply
+from assay.coherence.judge import judge
+from assay.coherence.options import Plan
 from assay.coherence.record import CheckRecord, ProbeResult, Reference
-from assay.coherence.report import build_report, record_json
-from assay.coherence.rules import is_loop
+from assay.coherence.replies import grade_reply
+from assay.coherence.report import build_report
+from assay.coherence.results import record_json
+from assay.coherence.rules.degenerate import is_loop
+from assay.coherence.run import asks_for_texts
 from assay.engines import Reply
 from assay.verdict import Severity, Verdict, jsonable
 
@@ -352,12 +354,12 @@ def test_fixed_texts_say_the_same_at_every_look_of_a_finished_plan() -> None:
 def test_every_look_judges_the_fixed_texts_alike_and_a_run_that_may_end_early_more_strictly() -> (
     None
 ):
-    from assay.coherence.check import EARLY
-    from assay.coherence.measure import LOOKS
-    from assay.coherence.rules import BEYOND_LOOKS
+    from assay.coherence.rules.scores import BEYOND_ANALYSES
+    from assay.coherence.run import EARLY
+    from assay.coherence.stages import MAX_ANALYSES
     from assay.stats.equivalence import confidence_of_look
 
-    assert confidence_of_look(LOOKS) < BEYOND_LOOKS < EARLY
+    assert confidence_of_look(MAX_ANALYSES) < BEYOND_ANALYSES < EARLY
 
 
 def test_a_reference_that_wrote_no_text_is_no_reference_for_texts() -> None:

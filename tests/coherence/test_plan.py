@@ -7,19 +7,11 @@ from check_records import passages, record, sample, samples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.coherence.measure import (
-    EXTENSIONS,
-    FIRST,
-    LOOKS,
-    Pace,
-    Plan,
-    Stage,
-    extension,
-    fit,
-    stages_of,
-)
+from assay.coherence.options import Plan
+from assay.coherence.pace import Pace, fit
 from assay.coherence.probes import standard_probes
 from assay.coherence.record import CheckRecord, ProbeResult
+from assay.coherence.stages import EXTENSIONS, FIRST, MAX_ANALYSES, Stage, extension, stages_of
 from assay.progress import span
 
 PROBES = standard_probes(
@@ -59,7 +51,7 @@ def test_a_short_context_asks_for_no_depth() -> None:
 
 
 def test_the_tools_suite_goes_with_no_probe() -> None:
-    from assay.coherence.check import CheckOptions
+    from assay.coherence.options import CheckOptions
     from assay.errors import UsageError
 
     with pytest.raises(UsageError, match="no --probe"):
@@ -77,7 +69,7 @@ def test_the_tools_suite_asks_many_at_once_first_since_that_is_fast() -> None:
 def test_extensions_never_ask_a_text_twice() -> None:
     plan = Plan()
     asked = [t for stage in stages() for t in stage.tasks] + [
-        t for look in range(2, LOOKS + 1) for t in extension(plan, PROBES, look).tasks
+        t for look in range(2, MAX_ANALYSES + 1) for t in extension(plan, PROBES, look).tasks
     ]
     keys = [(t.probe.name, t.variant, t.sampling) for t in asked]
     assert len(keys) == len(set(keys))

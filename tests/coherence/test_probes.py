@@ -3,24 +3,24 @@ from __future__ import annotations
 import pytest
 
 from assay.coherence.conversation import GREEDY, Context, to_request
-from assay.coherence.measure import Plan, timed_requests
+from assay.coherence.filler import filler
+from assay.coherence.needle import Needle, needle_lengths
+from assay.coherence.options import Plan
+from assay.coherence.passages import passages
 from assay.coherence.probes import (
     NAMES,
-    Needle,
     SecondTurn,
     ToolUse,
     answers_in_spanish,
     code_parses,
     extract_code,
-    filler,
     names_paris,
-    needle_lengths,
-    passages,
     says_18_degrees,
     standard_probes,
     story_length,
     valid_json_list,
 )
+from assay.coherence.speed import timed_requests
 from assay.engines import Reply, ToolCall
 from assay.errors import UsageError
 

@@ -4,9 +4,10 @@ from check_records import TEXT, sample
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.coherence.diagnosis import judge
+from assay.coherence.judge import judge
 from assay.coherence.record import CheckRecord, ProbeResult
-from assay.coherence.rules import Ruling, Rulings, same_answers
+from assay.coherence.rules.rule import Ruling, Rulings
+from assay.coherence.rules.same_answers import same_answers
 from assay.verdict import Severity, Verdict
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.coherence.conversation import run_fibonacci, run_python
+from assay.coherence.sandbox import run_fibonacci, run_python
 
 RIGHT = (
     "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n   "

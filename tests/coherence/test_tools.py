@@ -5,19 +5,21 @@ from typing import Any
 
 import pytest
 
-from assay.coherence.diagnosis import judge
-from assay.coherence.measure import Plan
+from assay.coherence.judge import judge
+from assay.coherence.options import Plan
 from assay.coherence.record import (
     AnswerCheck,
     CheckRecord,
+    GradedReply,
     ProbeResult,
     Reference,
-    Sample,
     ToolAnswer,
     ToolLevel,
 )
-from assay.coherence.report import build_report, record_json
-from assay.coherence.rules import Ruling, tools
+from assay.coherence.report import build_report
+from assay.coherence.results import record_json
+from assay.coherence.rules.rule import Ruling
+from assay.coherence.rules.tools import tools
 from assay.coherence.tools import against, answer_of, cases, checked_answers, conforms, paired, same
 from assay.engines import Reply, ToolCall
 from assay.verdict import Severity, Table, jsonable
@@ -270,7 +272,7 @@ def test_each_count_is_held_against_the_reference_question_by_question() -> None
 def test_a_question_that_was_asked_in_several_texts_counts_once() -> None:
     def probe(*passed: bool) -> CheckRecord:
         texts = tuple(
-            Sample(
+            GradedReply(
                 "ok",
                 None,
                 None,
@@ -308,8 +310,8 @@ def test_the_report_carries_the_decision_and_shows_it() -> None:
 
 def test_a_call_that_came_as_one_counts_whatever_the_model_writes_after_the_tools_result() -> None:
     from assay.coherence.conversation import GREEDY, Outcome, Task
-    from assay.coherence.measure import to_sample
     from assay.coherence.probes import ToolUse
+    from assay.coherence.replies import grade_outcome
 
     first = reply("", ToolCall("get_weather", '{"city": "Oslo"}', "c1"))
     again = reply(
@@ -322,4 +324,4 @@ def test_a_call_that_came_as_one_counts_whatever_the_model_writes_after_the_tool
     ):
         outcome = Outcome(Task(ToolUse(), "", GREEDY))
         outcome.replies, outcome.tools = list(replies), {"get_weather"}
-        assert to_sample(outcome).tool_form == form
+        assert grade_outcome(outcome).tool_form == form

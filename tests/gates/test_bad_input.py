@@ -152,7 +152,7 @@ def test_a_watch_never_dies_of_what_a_server_sends(
     handler = type("Handler", (Strange,), {"body": body})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr("assay.monitor.watch.Watch.wait", lambda self: 0.0)
+    monkeypatch.setattr("assay.monitor.loop.Watch.wait", lambda self: 0.0)
     try:
         url = f"http://127.0.0.1:{server.server_port}"
         code, out = said(

@@ -20,8 +20,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from assay.errors import UsageError
+from assay.monitor.alarms import ALARMS
 from assay.monitor.canary import State
-from assay.monitor.watch import ALARMS, Exporter, Watch, WatchOptions, Webhook, parse_listen
+from assay.monitor.exporter import Exporter, parse_listen
+from assay.monitor.loop import Watch
+from assay.monitor.options import WatchOptions
+from assay.monitor.webhook import Webhook
 from assay.serving.launch import free_port
 from monitor.watched import Clock, Replayed
 from stub_server import StubServer, status

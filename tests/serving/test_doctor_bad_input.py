@@ -199,7 +199,7 @@ def test_a_start_that_is_unclear_is_asked_longer_and_a_clear_one_is_not(
 ) -> None:
     from dataclasses import replace
 
-    from assay.coherence.rules import Ruling
+    from assay.coherence.rules.rule import Ruling
     from assay.serving import symptoms
 
     def asked(state: str) -> set[str]:

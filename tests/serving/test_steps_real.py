@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from assay.coherence.probes import passages
+from assay.coherence.passages import passages
 from assay.demo import llama_server
 from assay.demo.models import SMOLLM2, gguf_of
 from assay.engines import Request

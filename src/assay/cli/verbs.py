@@ -21,7 +21,7 @@ _ENGINE = "hf:MODEL, vllm:MODEL or gguf:FILE, with options after '?'."
 
 @verb(
     "check",
-    "assay.coherence.check:CheckOptions",
+    "assay.coherence.options:CheckOptions",
     url="Root of an OpenAI-compatible server, or its /v1.",
 )
 def check(url: str, **given: Any) -> Report:
@@ -30,14 +30,15 @@ def check(url: str, **given: Any) -> Report:
     Exit code 0 pass, 1 fail, 2 could not be examined, 3 inconclusive.
     """
     from assay.cli.progress import show
-    from assay.coherence.check import CheckOptions, run_check
+    from assay.coherence.check import run_check
+    from assay.coherence.options import CheckOptions
 
     return run_check(url, CheckOptions.of(given), show)
 
 
 @verb(
     "watch",
-    "assay.monitor.watch:WatchOptions",
+    "assay.monitor.options:WatchOptions",
     url="Root of an OpenAI-compatible server, or its /v1.",
 )
 def watch(url: str, **given: Any) -> Report:
@@ -49,7 +50,8 @@ def watch(url: str, **given: Any) -> Report:
     never answered, 3 its baseline is not learnt yet.
     """
     from assay.cli.progress import say
-    from assay.monitor.watch import WatchOptions, run_watch
+    from assay.monitor.options import WatchOptions
+    from assay.monitor.watch import run_watch
 
     return run_watch(url, WatchOptions.of(given), say=say)
 

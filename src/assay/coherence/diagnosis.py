@@ -1,10 +1,4 @@
-"""From what was measured to a verdict: a pure function of one record and, where there is one, of a
-reference record.
-
-A weak model that is whole must not be called broken, and a subtle fault must not be called sane. So
-nothing rests on one text: rates carry intervals, and every rule answers `good`, `bad` or `unclear`.
-One bad rule fails the subject; otherwise one unclear rule makes it inconclusive.
-"""
+"""Why a server may be broken, in order of likelihood, and what to run next."""
 
 from __future__ import annotations
 
@@ -13,99 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from assay.coherence.grading import Grade, Label
-from assay.coherence.record import CheckRecord, Sample
-from assay.coherence.rules import (
-    Ruling,
-    answers,
-    bits,
-    counters,
-    degenerate_rate,
-    depth,
-    hard_texts,
-    hidden_tokens,
-    is_loop,
-    prompts,
-    same_answers,
-    stutter,
-    think_tag,
-    throughput,
-    timed_too_bad,
-    tool_form,
-    tools,
-    truncated,
-    unfinished,
-)
-from assay.verdict import Finding, Severity, Verdict
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """The verdict on a record, and how it came about."""
-
-    verdict: Verdict
-    rulings: tuple[Ruling, ...]
-    throughput_valid: bool
-    findings: tuple[Finding, ...] = ()
-
-
-def judge(
-    record: CheckRecord, reference: CheckRecord | None = None, confidence: float = 0.95
-) -> Judgement:
-    """Judge `record`, against `reference` where there is one, by intervals of this confidence."""
-    found = [
-        prompts(record, reference),
-        hard_texts(record, reference, confidence),
-        degenerate_rate(record, reference, confidence),
-        hidden_tokens(record, reference, confidence),
-        bits(record, reference, confidence),
-        depth(record, reference, confidence),
-        counters(record),
-        think_tag(record, reference),
-        truncated(record),
-        unfinished(record),
-        stutter(record, reference, confidence),
-        same_answers(record, reference),
-        tool_form(record, reference, confidence),
-        tools(record, reference),
-        answers(record, reference),
-        throughput(record, reference, confidence),
-    ]
-    rulings = [r for one in found if one for r in (one if isinstance(one, list) else [one])]
-    states = {ruling.state for ruling in rulings}
-    if "bad" in states:
-        verdict = Verdict.FAIL
-    elif "unclear" in states or not (
-        record.samples or any(level.answers for level in record.tools)
-    ):
-        verdict = Verdict.INCONCLUSIVE
-    else:
-        verdict = Verdict.PASS
-    findings = tuple(finding for ruling in rulings for finding in ruling.findings)
-    if verdict is Verdict.INCONCLUSIVE and not any(
-        r.state == "unclear" and r.findings for r in rulings
-    ):
-        findings = (*findings, _too_little(record, rulings))
-    valid = (
-        verdict is not Verdict.FAIL and bool(record.timed) and not timed_too_bad(record, reference)
-    )
-    return Judgement(verdict, tuple(rulings), valid, findings)
-
-
-def _too_little(record: CheckRecord, rulings: Sequence[Ruling]) -> Finding:
-    """Why the verdict is open, where the rules that leave it open have nothing to report."""
-    unclear = [ruling.says for ruling in rulings if ruling.state == "unclear"]
-    reason = "; ".join(unclear) or record.tools_skipped or "no text was graded"
-    return Finding(
-        id="coherence.unclear",
-        severity=Severity.WARNING,
-        title=f"too little was measured for a verdict: {reason}",
-        remedies=("run all probes, or more --samples",),
-    )
-
-
-# Why might it be broken, in order of likelihood, with the evidence; what to run next; the
-# known-coherent way back.
+from assay.coherence.judge import Judgement
+from assay.coherence.record import CheckRecord, GradedReply
+from assay.coherence.rules.degenerate import is_loop
+from assay.verdict import Finding, Severity
 
 ROLLBACK_CONTEXT = 8000
 LATE_ONSET_CHARS = 300
@@ -152,7 +57,9 @@ def diagnose(judgement: Judgement, record: CheckRecord, subject: Subject) -> tup
     )
 
 
-def likely_causes(bad: Sequence[Sample], record: CheckRecord, subject: Subject) -> tuple[str, ...]:
+def likely_causes(
+    bad: Sequence[GradedReply], record: CheckRecord, subject: Subject
+) -> tuple[str, ...]:
     """The causes that the bad texts support, the likeliest first, each with its evidence."""
     kinds = Counter(sample.kind or sample.label for sample in bad)
 
@@ -264,96 +171,4 @@ def rollback_command(subject: Subject) -> str:
     return (
         f"vllm serve {model} --tensor-parallel-size 1 --pipeline-parallel-size 1 "
         f"--kv-cache-dtype auto --enforce-eager --max-model-len {context}"
-    )
-
-
-# What a fault in a text most likely comes from, and what to do: the words of a finding for each
-# kind.
-
-_NAN = "NaN or infinite logits: every step then picks one fixed token"
-_LOOP = (
-    "a model that is weak, or damaged by quantisation or a low-bit KV cache, in greedy or cold"
-    " sampling"
-)
-_WEIGHTS = "wrong weights: a corrupt shard, a wrong quantisation flag, a wrong rope_theta"
-_TOKENIZER = "a tokenizer or chat template that does not belong to the checkpoint"
-
-_CAUSES: dict[str, tuple[str, ...]] = {
-    "single_char_flood": (_NAN, "a corrupt shard or missing scale"),
-    "special_token_flood": (_NAN, _TOKENIZER),
-    "special_token_leak": (_TOKENIZER, "special tokens that the server does not skip"),
-    "template_leak": (_TOKENIZER, "an end-of-turn token that is missing from the stop tokens"),
-    "think_tag_leak": (
-        "the template opens the reasoning and the server's reasoning parser is off or does not fit",
-    ),
-    "malformed_arguments": (
-        "a tool parser that does not fit the model",
-        "a KV cache with too few bits",
-    ),
-    "tokenizer_marks": ("ids turned into text without the tokenizer's decoder", _TOKENIZER),
-    "replacement_characters": (
-        "a character's bytes split over tokens or chunks and decoded apart",
-        _TOKENIZER,
-    ),
-    "control_characters": (_TOKENIZER, _WEIGHTS),
-    "newline_loop": ("a grammar or JSON mode that allows blanks without end", _LOOP),
-    "blank_flood": ("a grammar or JSON mode that allows blanks without end", _LOOP),
-    "repeated_tool_call": ("the tool's result is not shown to the model by the template", _LOOP),
-    "stutter": ("a KV cache with too few bits", _WEIGHTS),
-    "token_soup": (_WEIGHTS, "a KV cache that is corrupt or has too few bits", _TOKENIZER),
-    "mixed_scripts": (_WEIGHTS, "a KV cache that is corrupt or has too few bits", _TOKENIZER),
-    "no_text": ("special tokens only, which the server strips", "a parser that ate the answer"),
-    "blank_text": (
-        "special tokens only, which the server strips",
-        "a context past the model's window",
-    ),
-    "answer_in_reasoning_field": ("a reasoning parser that does not fit the model",),
-    "open_think_tag": (
-        "max_tokens too small for the reasoning",
-        "a reasoning parser that is not active",
-    ),
-    "reasoning_cut": ("max_tokens too small for the reasoning",),
-}
-_REMEDIES = {
-    Label.DEGENERATE: (
-        "see whether the checkpoint is whole: `assay verify CHECKPOINT`",
-        (
-            "see whether the model itself writes so: `assay check URL --reference-engine"
-            " hf:CHECKPOINT`"
-        ),
-    ),
-    Label.EMPTY: ("look at usage.completion_tokens, and ask again with skip_special_tokens=false",),
-    Label.TRUNCATED_REASONING: (
-        "ask again with a larger max_tokens",
-        "set the server's reasoning parser",
-    ),
-}
-
-
-def causes_of(kind: str) -> tuple[str, ...]:
-    """Likely causes of a kind of fault, the likeliest first."""
-    if kind in _CAUSES:
-        return _CAUSES[kind]
-    return (
-        (_WEIGHTS, "a KV cache that is corrupt or has too few bits")
-        if "salad" in kind or "soup" in kind
-        else (_LOOP,)
-    )
-
-
-def explain(path: str, result: Grade) -> Finding:
-    """The finding for one faulty text."""
-    kind = result.kind or ""
-    where = (
-        f" from character {result.onset_char:,} of {result.part}"
-        if result.label is Label.DEGENERATE
-        else ""
-    )
-    return Finding(
-        id=f"coherence.{result.label.value}",
-        severity=Severity.WARNING if result.label is Label.TRUNCATED_REASONING else Severity.ERROR,
-        title=f"{path}: {result.label.value.replace('_', ' ')} ({kind.replace('_', ' ')}){where}",
-        evidence={"path": path, "kind": kind, "onset_char": result.onset_char, **result.evidence},
-        causes=causes_of(kind),
-        remedies=_REMEDIES[result.label],
     )

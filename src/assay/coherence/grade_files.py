@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from assay.coherence.diagnosis import explain
+from assay.coherence.causes import explain
 from assay.coherence.grading import Grade, Label, grade
 from assay.coherence.readers import read
 from assay.coherence.reading import (

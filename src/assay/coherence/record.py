@@ -58,7 +58,7 @@ class AnswerCheck:
 
 
 @dataclass(frozen=True)
-class Sample:
+class GradedReply:
     """One graded text of one probe.
 
     `label` and `kind` are those of `assay grade`; counts are in code points and in the engine's own
@@ -104,7 +104,7 @@ class Sample:
         return self.label in ("degenerate", "empty")
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Sample:
+    def from_json(cls, data: Mapping[str, Any]) -> GradedReply:
         """Read one sample of an earlier result; missing optional fields take their defaults."""
         checks = tuple(from_fields(AnswerCheck, check) for check in data.get("checks", ()))
         return from_fields(cls, data, checks=checks)
@@ -116,7 +116,7 @@ class ProbeResult:
 
     name: str
     title: str
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[GradedReply, ...] = ()
     skipped: str | None = None
     failed: str | None = None
     """Why the probe could not be finished (a time-out, a stream cut half-way); what it has is kept.
@@ -141,7 +141,7 @@ class ProbeResult:
         return cls(
             name=data["name"],
             title=data.get("title", data["name"]),
-            samples=tuple(Sample.from_json(sample) for sample in data.get("samples", ())),
+            samples=tuple(GradedReply.from_json(sample) for sample in data.get("samples", ())),
             skipped=data.get("reason") if data.get("status") == "skipped" else None,
             failed=data.get("unfinished"),
         )
@@ -214,7 +214,7 @@ class ToolAnswer:
     schema_valid: bool
     right: bool
     form: str = ""
-    """That of `Sample.tool_form`."""
+    """That of `GradedReply.tool_form`."""
     text_head: str = ""
     """The beginning of an answer that was not right."""
 
@@ -262,7 +262,7 @@ class CheckRecord:
     tools_skipped: str | None = None
 
     @property
-    def samples(self) -> tuple[Sample, ...]:
+    def samples(self) -> tuple[GradedReply, ...]:
         """The samples of all probes."""
         return tuple(sample for probe in self.probes for sample in probe.samples)
 

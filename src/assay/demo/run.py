@@ -25,7 +25,8 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from assay.coherence.check import CheckOptions, run_check
+from assay.coherence.check import run_check
+from assay.coherence.options import CheckOptions
 from assay.demo import vllm_python, vllm_server
 from assay.demo.models import build_smollm2
 from assay.progress import NO_PROGRESS, Progress

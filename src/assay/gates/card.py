@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from assay.coherence.check import CheckOptions
+from assay.coherence.options import CheckOptions
 from assay.environment import VERSION
 from assay.errors import AssayError
 from assay.fidelity.plan import Plan, label_of

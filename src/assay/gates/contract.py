@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any, Literal, TypeVar
 
 from assay.checkpoint.files import VerifyOptions
-from assay.coherence.check import CheckOptions
+from assay.coherence.options import CheckOptions
 from assay.errors import UsageError
 from assay.fidelity.plan import Plan, plan_from
 from assay.options import Declared, Options, declared_options, option

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from assay.coherence.conversation import user
 from assay.coherence.grading import grade
-from assay.coherence.probes import passages
+from assay.coherence.passages import passages
 from assay.coherence.tools import answer_of, cases
 from assay.engines import Capability, Reply, Request
 from assay.engines.server.discovery import Metrics, parse_metrics

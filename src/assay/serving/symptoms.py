@@ -17,12 +17,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from assay.coherence.check import DECIDED_BY_TEXTS, EARLY
-from assay.coherence.diagnosis import judge
-from assay.coherence.measure import FIRST, Measurement, Pace, Plan, Stage, extension, fit, stages_of
-from assay.coherence.probes import LEAST_TEXTS, NAMES, passages
+from assay.coherence.judge import judge
+from assay.coherence.measure import Measurement
+from assay.coherence.options import Plan
+from assay.coherence.pace import Pace, fit
+from assay.coherence.passages import LEAST_TEXTS, passages
+from assay.coherence.probes import NAMES
 from assay.coherence.record import CheckRecord, PassageScore
-from assay.coherence.report import record_json
+from assay.coherence.results import record_json
+from assay.coherence.run import DECIDED_BY_TEXTS, EARLY
+from assay.coherence.stages import FIRST, Stage, extension, stages_of
 from assay.engines import Capability, Request
 from assay.engines.server.engine import ServerEngine, read_key
 from assay.errors import AssayError

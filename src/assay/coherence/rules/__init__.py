@@ -1,0 +1,1 @@
+"""The rules of a check, one kind of evidence a file."""
