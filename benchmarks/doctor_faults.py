@@ -112,7 +112,7 @@ def dead(model: Path, target: Path) -> Path:
     """
     copied(model, target)
     if target.is_file():
-        from assay.checkpoint.gguf import read_gguf
+        from assay.checkpoint.gguf.header import read_gguf
 
         tensor = next(
             t for t in read_gguf(target, target.name).tensors if t.name == "token_embd.weight"

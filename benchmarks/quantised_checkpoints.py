@@ -26,8 +26,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from assay.checkpoint.files import VerifyOptions
-from assay.checkpoint.subject import open_checkpoint
+from assay.checkpoint.opening import open_checkpoint
+from assay.checkpoint.options import VerifyOptions
 from assay.checkpoint.verify import verify
 from assay.demo import locked, run_pip
 from assay.demo.models import build_smollm2

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.checkpoint.digests import Digest, DigestCache, hash_files
-from assay.checkpoint.files import VerifyOptions
+from assay.checkpoint.options import VerifyOptions
 from assay.checkpoint.verify import verify
 
 RESULTS = Path(__file__).parent / "results" / "verify_hash.json"

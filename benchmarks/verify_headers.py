@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from assay.checkpoint.structure import expectation
+from assay.checkpoint.expectation import expectation
 from assay.checkpoint.subject import Checkpoint
 
 RESULTS = Path(__file__).parent / "results" / "verify_headers.json"

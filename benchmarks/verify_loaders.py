@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from assay.checkpoint.files import VerifyOptions
+from assay.checkpoint.options import VerifyOptions
 from assay.checkpoint.verify import verify
 from assay.demo.models import build_smollm2
 from checkpoint_samples import Arrays, edit_json, read_safetensors, write_safetensors

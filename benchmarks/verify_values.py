@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from assay.checkpoint.safetensors import Tensor
-from assay.checkpoint.values import CHUNK, scan
+from assay.checkpoint.tensors import Tensor
+from assay.checkpoint.values.scan import CHUNK, scan
 
 RESULTS = Path(__file__).parent / "results"
 PARTS, PART_BYTES = 8, 64 << 20
@@ -126,7 +126,7 @@ def row(name: str, jobs: list[Job]) -> dict[str, object]:
 
 
 def model(folder: Path) -> list[Job]:
-    from assay.checkpoint.subject import open_checkpoint
+    from assay.checkpoint.opening import open_checkpoint
 
     opened = open_checkpoint(str(folder))
     layout = opened.layout

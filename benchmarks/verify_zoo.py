@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import huggingface_hub
 from huggingface_hub import HfApi
 
-from assay.checkpoint.files import VerifyOptions
+from assay.checkpoint.options import VerifyOptions
 from assay.checkpoint.verify import verify
 from checkpoint.loopback_hub import LoopbackHub
 from faults.zoo import FAULTS, Fault, healthy

@@ -25,7 +25,7 @@ VERBS: dict[str, list[str]] = {
         "coherence/report.py:record_json",
     ],
     "grade": ["coherence/grade_files.py:grade_files", "coherence/grade_files.py:_row"],
-    "verify": ["checkpoint/verify.py:_results"],
+    "verify": ["checkpoint/report.py:_results"],
     "spec": ["speculation/spec.py:_results"],
     "compare": [
         "fidelity/compare.py:report",

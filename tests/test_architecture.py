@@ -26,7 +26,7 @@ CORE = (
 )
 # What a core package may do with torch, inside the function that does it: ask transformers for a
 # model on the meta device.
-WITH_TORCH = {"checkpoint/structure.py"}
+WITH_TORCH = {"checkpoint/meta_model.py"}
 
 
 def sources() -> list[Path]:

@@ -114,7 +114,7 @@ def grade(output: str | Path | None, *more: Path, **options: Any) -> Grade | Rep
 
 def verify(checkpoint: str | Path, **options: Any) -> Report:
     """Verify a checkpoint: a folder, a file, or `hub:ORG/NAME`. Options: `assay verify --help`."""
-    from assay.checkpoint.files import VerifyOptions
+    from assay.checkpoint.options import VerifyOptions
     from assay.checkpoint.verify import verify as verify_checkpoint
     from assay.environment import recorded
 

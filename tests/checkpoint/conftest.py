@@ -40,7 +40,7 @@ def ask(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub]:
     """A Hub on loopback that HF_ENDPOINT points to, with short limits."""
     constants = pytest.importorskip("huggingface_hub.constants")
-    from assay.checkpoint import hub as limits
+    from assay.checkpoint import hub_requests as limits
 
     with LoopbackHub() as running:
         monkeypatch.setenv("HF_ENDPOINT", running.url)

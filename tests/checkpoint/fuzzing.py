@@ -14,8 +14,9 @@ from typing import Any
 import checkpoint_quantized as q
 from assay.checkpoint import verify as verification
 from assay.checkpoint.documents import TABLES
-from assay.checkpoint.files import VerifyOptions
-from assay.checkpoint.subject import Checkpoint, Opened, open_checkpoint
+from assay.checkpoint.opening import Opened, open_checkpoint
+from assay.checkpoint.options import VerifyOptions
+from assay.checkpoint.subject import Checkpoint
 from assay.report.html import render as as_html
 from assay.report.markdown import render as as_markdown
 from assay.report.prometheus import render as as_prometheus

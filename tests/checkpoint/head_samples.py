@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from assay.checkpoint.safetensors import DTYPE_BITS, Header, Tensor
+from assay.checkpoint.safetensors import Header
 from assay.checkpoint.subject import Checkpoint
+from assay.checkpoint.tensors import DTYPE_BITS, Tensor
 from checkpoint_quantized import MTP_SIZES, mtp_family
 from checkpoint_samples import ENDS
 

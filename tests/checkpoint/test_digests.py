@@ -25,13 +25,13 @@ from assay.checkpoint.digests import (
     WORTH_BYTES,
     Digest,
     DigestCache,
-    Expected,
-    Source,
     hash_bytes,
     hash_files,
     hash_stream,
 )
-from assay.checkpoint.files import AUTO_BYTES, VerifyOptions, wants_hash
+from assay.checkpoint.local_files import wants_hash
+from assay.checkpoint.options import AUTO_BYTES, VerifyOptions
+from assay.checkpoint.trusted import Expected, Source
 from checkpoint.asking import Ask, finding
 
 
@@ -276,7 +276,7 @@ def test_ctrl_c_keeps_what_was_hashed_and_the_next_run_goes_on(tmp_path: Path, m
 def test_an_interrupt_does_not_hide_a_fault(
     ask: Ask, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from assay.checkpoint import files as local_files
+    from assay.checkpoint import local_files
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -14,15 +14,9 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint import verify as verification
-from assay.checkpoint.documents import (
-    CONFIG,
-    GENERATION,
-    TABLES,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    clean,
-)
+from assay.checkpoint import stored as verification
+from assay.checkpoint.document_types import clean
+from assay.checkpoint.documents import CONFIG, GENERATION, TABLES, TOKENIZER, TOKENIZER_CONFIG
 from checkpoint import fuzzing
 from checkpoint.asking import Ask, finding
 from checkpoint_samples import config, edit_json
@@ -217,10 +211,10 @@ def test_counts_are_bounded_with_transformers_too(
     """The families that only transformers knows: nothing is enumerated that the config does not
     bound.
     """
-    from assay.checkpoint.structure import meta_expectation
-    from assay.checkpoint.subject import open_checkpoint
+    from assay.checkpoint.meta_model import meta_expectation
+    from assay.checkpoint.opening import open_checkpoint
 
-    monkeypatch.setattr("assay.checkpoint.structure._expect", lambda *given: given)
+    monkeypatch.setattr("assay.checkpoint.meta_model._expect", lambda *given: given)
     for key in ("num_experts", "num_hidden_layers", "num_nextn_predict_layers", "depth"):
         edit_json(
             model / "config.json",

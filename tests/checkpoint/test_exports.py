@@ -14,13 +14,17 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint import serve_args as arguments
-from assay.checkpoint import serve_flags as lint
-from assay.checkpoint.quantization import check_orphans, check_quantization, kv_cache
-from assay.checkpoint.safetensors import DTYPE_BITS, Header, Tensor
-from assay.checkpoint.schemes import parse
-from assay.checkpoint.structure import check_structure, expectation
+from assay.checkpoint.expectation import expectation
+from assay.checkpoint.flags import command as arguments
+from assay.checkpoint.flags import lint
+from assay.checkpoint.kv_cache import kv_cache
+from assay.checkpoint.orphans import check_orphans
+from assay.checkpoint.quantization import check_quantization
+from assay.checkpoint.safetensors import Header
+from assay.checkpoint.schemes.registry import parse
+from assay.checkpoint.structure import check_structure
 from assay.checkpoint.subject import Checkpoint
+from assay.checkpoint.tensors import DTYPE_BITS, Tensor
 from assay.verdict import Finding
 from checkpoint.export_faults import EXPORT_FAULTS, Config, ExportFault
 

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.checkpoint.gguf import MAX_RANK, TYPES, Gguf, parse_gguf, read_gguf
+from assay.checkpoint.gguf.header import MAX_RANK, Gguf, parse_gguf, read_gguf
+from assay.checkpoint.gguf.types import TYPES
 from assay.runs import cache_dir
 from checkpoint.asking import Ask, finding
 from checkpoint.gguf_samples import METADATA, Row, gguf, llama_rows, split, text, value, write
@@ -249,7 +250,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 def test_a_hostile_file_costs_neither_memory_nor_time(name: str, tmp_path: Path) -> None:
     (tmp_path / "w.gguf").write_bytes(HOSTILE[name]())
     program = (
-        "import sys; from pathlib import Path; from assay.checkpoint.gguf import read_gguf\n"
+        "import sys; from pathlib import Path; from assay.checkpoint.gguf.header import read_gguf\n"
         "g = read_gguf(Path(sys.argv[1]), 'w'); print(g.faults[0].id if g.faults else 'none')"
     )
     done = subprocess.run(

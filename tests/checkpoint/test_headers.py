@@ -18,13 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.checkpoint.safetensors import (
-    DTYPE_BITS,
-    MAX_HEADER_BYTES,
-    Header,
-    parse_header,
-    read_header,
-)
+from assay.checkpoint.safetensors import MAX_HEADER_BYTES, Header, parse_header, read_header
+from assay.checkpoint.tensors import DTYPE_BITS
 
 
 def parse(data: bytes, size: int | None = None) -> Header:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.checkpoint import hub as limits
+from assay.checkpoint import hub_requests as limits
 from checkpoint.asking import Ask, finding, statuses
 from checkpoint.loopback_hub import LoopbackHub, closed_port
 from checkpoint_samples import edit_json, llama
@@ -144,7 +144,7 @@ def test_names_and_shapes_are_those_that_huggingface_hub_reads(
 ) -> None:
     from huggingface_hub import HfApi
 
-    from assay.checkpoint.subject import open_checkpoint
+    from assay.checkpoint.opening import open_checkpoint
 
     theirs = HfApi(endpoint=hub.url).get_safetensors_metadata(REPO)
     mine = open_checkpoint(f"hub:{REPO}").checkpoint.tensors

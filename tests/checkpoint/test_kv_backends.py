@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from assay.checkpoint import serve_args as arguments
 from assay.checkpoint.declared import Declared
-from assay.checkpoint.quantization import KvCache
-from assay.checkpoint.serve_args import BACKENDS, KV_DTYPES, OTHER_NAMES, choice, chosen, lint_kv
+from assay.checkpoint.flags import command as arguments
+from assay.checkpoint.flags.kv_backends import BACKENDS, KV_DTYPES, OTHER_NAMES, chosen
+from assay.checkpoint.flags.kv_dtype import choice, lint_kv
+from assay.checkpoint.kv_cache import KvCache
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.checkpoint.subject import locate
+from assay.checkpoint.layout import locate
 from assay.errors import AssayError
 from checkpoint.asking import Ask, finding, statuses
 from checkpoint.loopback_hub import git_oid

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.checkpoint.digests import Expected, Manifest, dump, load, write
+from assay.checkpoint.manifest import Manifest, dump, load, write
+from assay.checkpoint.trusted import Expected
 from assay.errors import AssayError
 from checkpoint.asking import Ask, finding, statuses
 

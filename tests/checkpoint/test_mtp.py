@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint.mtp import FAMILIES, TRACK, MtpReport, check_mtp, examine_checkpoint, loudness
-from assay.checkpoint.schemes import parse
-from assay.checkpoint.serve_args import Version
+from assay.checkpoint.flags.versions import Version
+from assay.checkpoint.mtp import MtpReport, examine_checkpoint
+from assay.checkpoint.mtp_families import FAMILIES
+from assay.checkpoint.mtp_findings import TRACK, check_mtp, loudness
+from assay.checkpoint.schemes.registry import parse
 from checkpoint.head_samples import Shapes, checkpoint, family
 from checkpoint_quantized import FAMILIES as LAYOUTS
 from checkpoint_quantized import FP8_BLOCK, GPTQ, MODELOPT_NVFP4, W4A16

@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint.schemes import parse
-from assay.checkpoint.serve_args import Version
-from assay.checkpoint.serve_flags import DEPRECATED, METHODS, MIN_CAPABILITY, Outcome, resolve
+from assay.checkpoint.flags.quantization import (
+    DEPRECATED,
+    METHODS,
+    MIN_CAPABILITY,
+    Resolution,
+    resolve,
+)
+from assay.checkpoint.flags.versions import Version
+from assay.checkpoint.schemes.registry import parse
 from assay.checkpoint.subject import Checkpoint
 from checkpoint.flag_configs import KINDS, model_type
 from vllm_cpu import said_by_vllm
@@ -31,7 +37,7 @@ FLAGS = (
 )
 
 
-def outcome(kind: str, flag: str, **rest: Any) -> Outcome:
+def outcome(kind: str, flag: str, **rest: Any) -> Resolution:
     """From config.json to the outcome, the way `assay verify` goes."""
     raw = {"model_type": model_type(kind)}
     if KINDS[kind] is not None:

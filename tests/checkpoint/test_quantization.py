@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint.declared import Declared, listed
-from assay.checkpoint.quantization import check_kv, check_orphans, check_quantization, kv_cache
-from assay.checkpoint.schemes import parse
+from assay.checkpoint.declared import Declared
+from assay.checkpoint.kv_cache import check_kv, kv_cache
+from assay.checkpoint.matching import listed
+from assay.checkpoint.orphans import check_orphans
+from assay.checkpoint.quantization import check_quantization
+from assay.checkpoint.schemes.registry import parse
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding
 from checkpoint.head_samples import Shapes, checkpoint, rows

@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from assay.checkpoint.flags.advice import advise
+from assay.checkpoint.flags.command import known_options, parse
+from assay.checkpoint.flags.known_bad import REPORTS
+from assay.checkpoint.flags.lint import Target, lint
+from assay.checkpoint.flags.versions import Version, engine_version
+from assay.checkpoint.kv_cache import kv_cache
 from assay.checkpoint.mtp import examine_checkpoint
-from assay.checkpoint.quantization import kv_cache
-from assay.checkpoint.schemes import parse as declared_in
-from assay.checkpoint.serve_args import Version, engine_version, known_options, parse
-from assay.checkpoint.serve_flags import REPORTS, Target, advise, lint
+from assay.checkpoint.schemes.registry import parse as declared_in
 from assay.checkpoint.subject import Checkpoint
 from assay.errors import UsageError
 from assay.verdict import Finding

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint import verify as tensors
-from assay.checkpoint.structure import FAMILIES, expectation
+from assay.checkpoint import stored as tensors
+from assay.checkpoint.expectation import expectation
+from assay.checkpoint.families import FAMILIES
 from assay.checkpoint.subject import Checkpoint
 from checkpoint.asking import Ask, finding
 from checkpoint_samples import (

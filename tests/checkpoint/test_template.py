@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from assay.checkpoint import render
-from assay.checkpoint.rules import template_problem, turn_end
+from assay.checkpoint.rules.chat_template import template_problem, turn_end
 from checkpoint.asking import Ask
 from checkpoint_samples import edit_json, llama
 

@@ -9,16 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from assay.checkpoint.subject import open_checkpoint
-from assay.checkpoint.values import (
-    NEGATIVE,
-    POSITIVE,
-    Statistics,
-    check_duplicates,
-    check_norms,
-    judge_values,
-    scan,
-)
+from assay.checkpoint.opening import open_checkpoint
+from assay.checkpoint.values.duplicates import check_duplicates
+from assay.checkpoint.values.judgement import judge_values
+from assay.checkpoint.values.norms import NEGATIVE, POSITIVE, check_norms
+from assay.checkpoint.values.scan import scan
+from assay.checkpoint.values.statistics import Statistics
 
 pytestmark = pytest.mark.engine
 

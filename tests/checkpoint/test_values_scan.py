@@ -11,18 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from assay.checkpoint.safetensors import Tensor
-from assay.checkpoint.values import (
-    CHUNK,
-    FLOAT_FORMATS,
-    PAGE_BYTES,
-    Holes,
-    Statistics,
-    largest_magnitude,
-    scan,
-    scan_tensor,
-    to_float,
-)
+from assay.checkpoint.tensors import Tensor
+from assay.checkpoint.values.floats import FLOAT_FORMATS, largest_magnitude, to_float
+from assay.checkpoint.values.holes import PAGE_BYTES, Holes
+from assay.checkpoint.values.scan import CHUNK, scan, scan_tensor
+from assay.checkpoint.values.statistics import Statistics
 
 WORDS = {
     "BF16": np.uint16,

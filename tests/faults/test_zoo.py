@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.checkpoint.files import VerifyOptions
+from assay.checkpoint.options import VerifyOptions
 from assay.checkpoint.verify import verify
 from assay.verdict import Severity, Verdict
 from faults.zoo import FAULTS, Fault, healthy

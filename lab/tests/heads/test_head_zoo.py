@@ -129,7 +129,7 @@ def test_packed_int4_is_the_grid_that_is_simulated_and_passes_verify(
 ) -> None:
     from safetensors.torch import load_file
 
-    from assay.checkpoint.files import VerifyOptions
+    from assay.checkpoint.options import VerifyOptions
     from assay.checkpoint.verify import verify
     from assay_lab.quantisation import quantise_dequantise
 

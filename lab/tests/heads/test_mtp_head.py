@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from test_head_model import norm, rotate
 
 import assay
-from assay.checkpoint.files import VerifyOptions
+from assay.checkpoint.options import VerifyOptions
 from assay.checkpoint.verify import verify
 from assay.cli.main import invoke
 from assay.errors import AssayError, UsageError

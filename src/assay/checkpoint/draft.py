@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from assay.checkpoint import found, warned
-from assay.checkpoint.documents import Document
-from assay.checkpoint.safetensors import Tensor
-from assay.checkpoint.structure import holes_among_peers
+from assay.checkpoint.document_types import Document
+from assay.checkpoint.findings import found, warned
+from assay.checkpoint.peers import holes_among_peers
 from assay.checkpoint.subject import Checkpoint
+from assay.checkpoint.tensors import Tensor
 from assay.verdict import Finding
 
 Kind = Literal["eagle", "eagle3", "dflash", "dspark"]

@@ -1,82 +1,31 @@
-"""Hold the declared quantisation against every module's stored tensors."""
+"""Compare the declared quantisation with every module's stored tensors."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from assay.checkpoint import SHOWN, found, plural, some, unexamined, warned
-from assay.checkpoint.declared import (
-    CARRIERS,
-    FUSED,
-    PACKED_KINDS,
-    Declared,
-    Kind,
-    carrier,
-    fused_kind,
-    stored_kind,
-)
+from assay.checkpoint.declared import Declared
 from assay.checkpoint.documents import SIDECARS
-from assay.checkpoint.safetensors import Params, layer_index
-from assay.checkpoint.structure import expectation
+from assay.checkpoint.expectation import expectation
+from assay.checkpoint.findings import SHOWN, found, plural, some, unexamined, warned
+from assay.checkpoint.matching import FUSED
+from assay.checkpoint.packed import disagreement
+from assay.checkpoint.storage import PACKED_KINDS, Kind, fused_kind, stored_kind
 from assay.checkpoint.subject import Checkpoint
+from assay.checkpoint.tensors import Params, layer_index
 from assay.verdict import Finding
-
-# How many values a packed weight holds, against the matrix that the config promises.
-
-_HALF_BYTE = frozenset({Kind.NVFP4, Kind.NVFP4_PACKED, Kind.MXFP4, Kind.BNB4})
-_WORDS = frozenset({Kind.GPTQ, Kind.AWQ, Kind.PACKED})
-
-
-def values(kind: Kind, params: Params, bits: int | None) -> int | None:
-    """Number of values that the packed weight holds; None where the kind or its width does not
-    tell.
-
-    Words of 32 bits hold `32 / bits` values, GPTQ's three-bit words 32 in three.
-    """
-    name = next((c for c in CARRIERS if c in params), None)
-    if name is None:
-        return None
-    stored = math.prod(params[name].shape)
-    if kind in _HALF_BYTE and params[name].dtype == "U8":
-        return 2 * stored
-    if kind is Kind.HQQ and bits in {1, 2, 4, 8} and params[name].dtype == "U8":
-        return stored * 8 // bits
-    if kind not in _WORDS or not bits or bits > 8:
-        return None
-    if kind is Kind.GPTQ and bits == 3:
-        return stored * 32 // 3
-    return stored * (32 // bits)
-
-
-def disagreement(
-    kind: Kind, params: Params, bits: int | None, promised: tuple[int, ...]
-) -> str | None:
-    """A complaint if a packed weight cannot be the matrix [out, in] that the config promises."""
-    held = values(kind, params, bits)
-    if held is None or len(promised) != 2:
-        return None
-    out, width = promised
-    per_word = 32 // bits if kind is Kind.PACKED and bits else 1
-    wanted = (
-        out * -(-width // per_word) * per_word
-    )  # compressed-tensors fills up each row's last word
-    if held == wanted:
-        return None
-    packed = f" at {bits} bits" if bits else ""
-    return f"it packs {held} values{packed}; the config needs {out} × {width} = {out * width}"
-
 
 # Small projections that decide which expert or state is used; every tool leaves them in full
 # precision.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "gate_inp", "wg"})
+
 _OTHER_TOWERS = re.compile(
     r"(^|\.)(visual|vision\w*|audio\w*|multi_modal\w*|mm_\w*|embed_vision|connector)\."
 )
+
 _FUSED_EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w13", "w2")
 
 
@@ -375,144 +324,3 @@ def _sidecars(checkpoint: Checkpoint, declared: Declared) -> Iterator[Finding]:
                 f"{declared.source} and {name} declare different quantisations ({some(differing)})"
             )
             yield found("quantization_conflict", title, differing=differing)
-
-
-# Scales and zero-points that belong to no weight: a loader has nowhere to put them, or silently
-# drops them.
-
-_SIDE = frozenset(
-    {
-        "scales",
-        "qzeros",
-        "g_idx",
-        "weight_scale",
-        "weight_scale_inv",
-        "weight_zero_point",
-        "weight_shape",
-        "weight_g_idx",
-        "weight_global_scale",
-        "weight_scale_2",
-        "weight_absmax",
-        "SCB",
-        "biases",
-        "weight.absmax",
-        "weight.quant_map",
-    }
-)
-_FUSED = {
-    "_scales": ("_blocks", "_qweight", "_packed", ""),
-    "_scale_inv": ("",),
-    "_weight_scale": ("", "_weight"),
-}
-
-
-_QUANTIZER = re.compile(r"\.\w+_quantizer\.\w+$")
-
-
-def check_orphans(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Side information without a quantised weight beside it."""
-    lost = [
-        f"{module}.{parameter}"
-        for module, params in checkpoint.modules.items()
-        if len(params) > 1 or "weight" not in params
-        for parameter in _orphans(params)
-    ]
-    leaked = [name for name in checkpoint.tensors if _QUANTIZER.search(name)]
-    if leaked:
-        title = (
-            f"{plural(len(leaked), 'buffer')} of a quantiser that no engine loads: {some(leaked)}"
-        )
-        causes = ["the quantised model was saved with save_pretrained, not exported"]
-        yield warned(
-            "orphan_scale", title, causes=causes, tensors=leaked[:SHOWN], count=len(leaked)
-        )
-    if lost:
-        title = (
-            f"{plural(len(lost), 'scale or zero-point')} without a quantised weight: {some(lost)}"
-        )
-        causes = ["the weight was replaced by a plain one, or dropped, and its scales stayed"]
-        remedies = ["take the checkpoint from its original repository again"]
-        yield found(
-            "orphan_scale",
-            title,
-            causes=causes,
-            remedies=remedies,
-            tensors=lost[:SHOWN],
-            count=len(lost),
-        )
-
-
-def _orphans(params: Params) -> Iterator[str]:
-    kind = stored_kind(params)
-    if carrier(params) is None or kind is Kind.PLAIN:
-        yield from (p for p in params if p in _SIDE)
-    for parameter in params:
-        if parameter in _SIDE or "." in parameter or parameter.startswith("_"):
-            continue
-        for suffix, stems in _FUSED.items():
-            stem = parameter.removesuffix(suffix)
-            if stem != parameter and stem and not any(stem + s in params for s in stems):
-                yield parameter
-
-
-# The KV-cache dtype that a checkpoint declares, and the scales that it ships for it.
-
-_SCALE = re.compile(r"\.(?:[kv]_scale|kv_scale|[kv]_proj\.output_scale|[kv]_proj\.[kv]_scale)$")
-
-
-_NAMES = {"float8": "fp8", "float4": "nvfp4"}
-
-
-@dataclass(frozen=True)
-class KvCache:
-    """`declared` is `fp8`, `nvfp4` … or None; `layers` are those with scales; `dynamic` needs none."""
-
-    declared: str | None
-    dynamic: bool
-    layers: frozenset[int]
-
-
-def kv_cache(checkpoint: Checkpoint, declared: Declared | None) -> KvCache:
-    """What the checkpoint says about its KV cache."""
-    layers = frozenset(
-        i
-        for name in checkpoint.tensors
-        if _SCALE.search(name) and (i := layer_index(name)) is not None
-    )
-    raw = declared.raw if declared is not None else {}
-    algorithm, scheme = (raw.get("kv_cache_quant_algo") or "").lower(), raw.get("kv_cache_scheme")
-    if algorithm not in {"", "none"}:
-        return KvCache(algorithm, False, layers)
-    if scheme:
-        kind = f"{scheme.get('type')}{scheme.get('num_bits')}"
-        return KvCache(_NAMES.get(kind, kind), scheme.get("dynamic") in {True, "local"}, layers)
-    return KvCache(None, False, layers)
-
-
-def check_kv(checkpoint: Checkpoint, cache: KvCache) -> Iterator[Finding]:
-    """A declared static KV cache needs scales in every layer that has a cache."""
-    if cache.declared is None or cache.dynamic:
-        return
-    attending = {
-        i for module in checkpoint.modules
-        if module.endswith(("self_attn.k_proj", "self_attn.kv_b_proj", "self_attn.qkv_proj"))
-        and module.startswith(checkpoint.prefix) and (i := layer_index(module + ".")) is not None
-    }  # fmt: skip
-    lacking = sorted(attending - cache.layers)
-    if attending and not cache.layers:
-        title = (
-            f"a static {cache.declared} KV cache is declared, but the checkpoint has no k/v scales"
-        )
-        detail = (
-            "Engines then use a scale of 1.0, which is safe only if keys and values stay within the"
-            " type's range."
-        )
-        remedies = ["serve with --kv-cache-dtype auto, or calibrate the scales"]
-        yield warned(
-            "kv_dtype_conflict", title, detail=detail, remedies=remedies, declared=cache.declared
-        )
-    elif lacking:
-        title = (
-            f"{len(lacking)} of {len(attending)} layers lack the k/v scales that the others have"
-        )
-        yield found("kv_dtype_conflict", title, layers=lacking, declared=cache.declared)

@@ -70,7 +70,7 @@ def grade(files: list[str]) -> Report:
 
 @verb(
     "verify",
-    "assay.checkpoint.files:VerifyOptions",
+    "assay.checkpoint.options:VerifyOptions",
     checkpoint="Folder, Hub cache entry, .gguf or .safetensors file, or hub:ORG/NAME.",
 )
 def verify(checkpoint: str, **given: Any) -> Report:
@@ -81,7 +81,7 @@ def verify(checkpoint: str, **given: Any) -> Report:
     Digests are kept, so a second run hashes only what changed. Exit code 0 pass, 1 fail, 2 could
     not be examined, 3 files with no digest to compare with.
     """
-    from assay.checkpoint.files import VerifyOptions
+    from assay.checkpoint.options import VerifyOptions
     from assay.checkpoint.verify import verify as verify_checkpoint
     from assay.cli.progress import show_bytes
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeVar
 
-from assay.checkpoint.files import VerifyOptions
+from assay.checkpoint.options import VerifyOptions
 from assay.coherence.options import CheckOptions
 from assay.errors import UsageError
 from assay.fidelity.plan import Plan, plan_from

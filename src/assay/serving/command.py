@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from assay.checkpoint.serve_args import TABLED, known_options
+from assay.checkpoint.flags.command import known_options
+from assay.checkpoint.flags.versions import TABLED
 from assay.errors import UsageError
 
 CONTEXT = 8000

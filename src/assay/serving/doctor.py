@@ -742,7 +742,7 @@ class Doctor:
         path = Path(model).expanduser() if model else None
         if path is None or not path.exists():
             return
-        from assay.checkpoint.files import VerifyOptions
+        from assay.checkpoint.options import VerifyOptions
         from assay.checkpoint.verify import verify
 
         self.now = "the baseline fails: verifying the checkpoint"

@@ -125,7 +125,7 @@ def serving_rules(command: ServeCommand, version: str | None) -> list[Finding]:
     model = Path(command.model).expanduser() if command.model else None
     if command.engine != "vllm" or model is None or not model.exists():
         return []
-    from assay.checkpoint.files import VerifyOptions
+    from assay.checkpoint.options import VerifyOptions
     from assay.checkpoint.verify import verify
 
     options = VerifyOptions(

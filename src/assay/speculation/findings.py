@@ -26,8 +26,8 @@ from assay.speculation.record import Evidence, Record
 from assay.verdict import Finding, Severity
 
 if TYPE_CHECKING:
-    from assay.checkpoint.serve_args import Version
-    from assay.checkpoint.subject import Opened
+    from assay.checkpoint.flags.versions import Version
+    from assay.checkpoint.opening import Opened
 
 VLLM = "https://github.com/vllm-project/vllm/"
 _SILENT = (
@@ -678,8 +678,9 @@ def examine_head(path: str, clues: Sequence[Clue] = ()) -> HeadFile:
     head of a checkpoint.
     """
     from assay.checkpoint.draft import is_draft
-    from assay.checkpoint.mtp import check_mtp, examine
-    from assay.checkpoint.subject import open_checkpoint
+    from assay.checkpoint.mtp import examine
+    from assay.checkpoint.mtp_findings import check_mtp
+    from assay.checkpoint.opening import open_checkpoint
 
     opened = open_checkpoint(path)
     if is_draft(opened.checkpoint):
@@ -707,7 +708,9 @@ def examine_head(path: str, clues: Sequence[Clue] = ()) -> HeadFile:
 
 def _head_values(opened: Opened) -> list[Finding]:
     from assay.checkpoint.mtp import head_prefixes
-    from assay.checkpoint.values import check_norms, judge_values, scan
+    from assay.checkpoint.values.judgement import judge_values
+    from assay.checkpoint.values.norms import check_norms
+    from assay.checkpoint.values.scan import scan
 
     held, layout = opened.checkpoint, opened.layout
     if layout is None:  # on the Hub
@@ -721,7 +724,7 @@ def _head_values(opened: Opened) -> list[Finding]:
 
 
 def _examine_draft(path: str) -> HeadFile:
-    from assay.checkpoint.files import VerifyOptions
+    from assay.checkpoint.options import VerifyOptions
     from assay.checkpoint.verify import verify
 
     about = (
@@ -761,7 +764,7 @@ def _version(clues: Sequence[Clue]) -> Version | None:
     """The engine's version in the form that the checkpoint rules take; None where no start-up line
     names it.
     """
-    from assay.checkpoint.serve_args import Version
+    from assay.checkpoint.flags.versions import Version
 
     text = next((c.text for c in clues if c.id == "version"), "")
     match = re.search(r"\d+\.\d+(?:\.\d+)?", text)

@@ -1,0 +1,1 @@
+"""GGUF files: their header, what it says of the model, and their values."""

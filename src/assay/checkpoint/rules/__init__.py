@@ -1,0 +1,1 @@
+"""Rules on a checkpoint's small files: config, tokenizer and chat template."""

@@ -1,0 +1,1 @@
+"""Quantisation schemes: what each declares of a module's stored tensors."""

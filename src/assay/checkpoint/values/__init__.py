@@ -1,0 +1,1 @@
+"""Every stored value: statistics of each tensor, and what they say."""
