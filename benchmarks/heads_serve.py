@@ -42,8 +42,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assay.engines.vllm.start import PREFIX, name_caches
 from assay.runs import write_atomically
-from assay.speculation.live import GREEDY_TOKENS, PROMPTS, SAMPLED_TOKENS, TOP, Tokens, judge_texts
-from assay.speculation.spec import SpecOptions, examine
+from assay.speculation.completions import TOP
+from assay.speculation.lossless import GREEDY_TOKENS, SAMPLED_TOKENS, judge_texts
+from assay.speculation.options import SpecOptions
+from assay.speculation.partings import Tokens
+from assay.speculation.spec import examine
+from assay.speculation.traffic import PROMPTS
 from assay.stats import mean_interval
 from assay.verdict import jsonable
 from assay_lab.heads.experiment import (

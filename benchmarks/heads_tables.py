@@ -32,7 +32,8 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 
 from assay.runs import write_atomically
-from assay.speculation.spec import SpecOptions, examine
+from assay.speculation.options import SpecOptions
+from assay.speculation.spec import examine
 from assay_lab.heads.experiment import WORKING
 
 RESULTS = Path(__file__).parent / "results"

@@ -19,7 +19,7 @@ import numpy as np
 from assay.demo import vllm_server
 from assay.errors import AssayError
 from assay.runs import cache_dir
-from assay.speculation.live import PROMPTS
+from assay.speculation.traffic import PROMPTS
 
 MODEL = "smollm2"
 MAX_TOKENS = 96

@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from assay.speculation.combine import Evidence, combine
 from assay.speculation.live import between
 from assay.speculation.read import Reading
-from assay.speculation.record import Evidence, combine
 from assay.speculation.spec import examine
 from spec_engine import Run, make_draft, run
 

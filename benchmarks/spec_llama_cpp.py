@@ -22,10 +22,12 @@ import httpx
 
 from assay.demo import llama_server
 from assay.demo.models import SMOLLM2, gguf_of
-from assay.speculation.live import PROMPTS, between
+from assay.speculation.combine import combine
+from assay.speculation.live import between
 from assay.speculation.read import Reading
-from assay.speculation.record import Record, combine
+from assay.speculation.record import Record
 from assay.speculation.spec import examine
+from assay.speculation.traffic import PROMPTS
 
 RESULTS = Path(__file__).parent / "results" / "spec_llama_cpp.json"
 REQUESTS, MAX_TOKENS = 4, 96

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from assay.speculation.live import measure
+from assay.speculation.lossless import measure
 from spec_engine import make_draft, server
 
 RESULTS = Path(__file__).parent / "results" / "spec_lossless.json"

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from assay.speculation.benefit import Measured, expected_tokens, extrapolated, measured_cost
+from assay.speculation.benefit import measured_cost
+from assay.speculation.decay import expected_tokens, extrapolated
+from assay.speculation.measured import Measured
 
 HERE = Path(__file__).parent / "results"
 DEPTHS = (1, 3, 5)

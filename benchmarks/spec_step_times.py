@@ -21,8 +21,8 @@ from typing import Any
 
 import httpx
 
-from assay.speculation.live import PROMPTS
 from assay.speculation.spec import examine
+from assay.speculation.traffic import PROMPTS
 from spec_engine import make_draft, server
 
 RESULTS = Path(__file__).parent / "results" / "spec_step_times.json"

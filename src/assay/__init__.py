@@ -143,7 +143,8 @@ def spec(*sources: str | Path, **options: Any) -> Report:
     Options: `assay spec --help`.
     """
     from assay.environment import recorded
-    from assay.speculation.spec import SpecOptions, examine
+    from assay.speculation.options import SpecOptions
+    from assay.speculation.spec import examine
 
     return recorded(examine([str(source) for source in sources], SpecOptions.of(options)))
 

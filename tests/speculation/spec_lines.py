@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from assay.speculation.combine import Evidence, combine
 from assay.speculation.read import Reading
-from assay.speculation.record import Evidence, combine
 
 
 def read(*lines: str) -> Evidence:

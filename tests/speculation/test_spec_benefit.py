@@ -6,18 +6,13 @@ import spec_lines as lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.speculation.benefit import (
-    Benefit,
-    Cost,
-    Measured,
-    benefit,
-    compare,
-    expected_tokens,
-    extrapolated,
-    measured_cost,
-)
-from assay.speculation.health import Rate, assess, design_effect, difference, proportion
-from assay.speculation.record import Evidence
+from assay.speculation.baseline import compare
+from assay.speculation.benefit import Benefit, Cost, benefit, measured_cost
+from assay.speculation.combine import Evidence
+from assay.speculation.decay import expected_tokens, extrapolated
+from assay.speculation.health import assess
+from assay.speculation.measured import Measured
+from assay.speculation.rate import Rate, design_effect, difference, proportion
 
 
 def worth(per_position: list[int], drafts: int, cost: float = 0.1) -> Benefit:

@@ -8,8 +8,9 @@ import pytest
 import spec_lines as lines
 
 from assay.errors import AssayError
-from assay.speculation import sources as module
-from assay.speculation.spec import SpecOptions, follow
+from assay.speculation import growing as module
+from assay.speculation.options import SpecOptions
+from assay.speculation.spec import follow
 from assay.verdict import Report
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.errors import AssayError
+from assay.speculation.combine import Evidence
 from assay.speculation.health import assess
-from assay.speculation.record import Evidence
 from assay.speculation.spec import examine
 
 GOOD = [

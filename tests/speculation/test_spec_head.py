@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import spec_lines as lines
 
-from assay.speculation.findings import likely_causes
-from assay.speculation.health import HeadState, decay, head_evidence
-from assay.speculation.read import start_up
+from assay.speculation.clues import start_up
+from assay.speculation.decay import decay
+from assay.speculation.diagnosis import likely_causes
+from assay.speculation.head_state import HeadState, head_evidence
 from assay.speculation.record import Record
 
 

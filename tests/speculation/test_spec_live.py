@@ -8,9 +8,11 @@ import pytest
 import spec_lines as lines
 
 from assay.errors import AssayError
-from assay.speculation import live as live_module
-from assay.speculation.live import Sent, between, watch
-from assay.speculation.spec import SpecOptions, examine
+from assay.speculation import traffic as live_module
+from assay.speculation.live import between, watch
+from assay.speculation.options import SpecOptions
+from assay.speculation.spec import examine
+from assay.speculation.traffic import Sent
 from stub_server import StubServer
 
 FAST = SpecOptions(interval=0.0)

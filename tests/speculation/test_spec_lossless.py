@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from assay.errors import AssayError
-from assay.speculation.live import Tokens, measure, noise_of, part, permutation_p
+from assay.speculation.lossless import measure, permutation_p
+from assay.speculation.partings import Tokens, noise_of, part
 from assay.verdict import Verdict
 from stub_server import Exchange, StubServer
 

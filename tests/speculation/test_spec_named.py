@@ -15,12 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.speculation.health import Health, assess
+from assay.speculation.observation import Observation
 from assay.speculation.parsers import Line, Parser
-from assay.speculation.parsers.named import role_of
-from assay.speculation.read import Reading, looks_like_drafting
-from assay.speculation.record import Observation
-from assay.speculation.scan import PARSERS, Wanted, interesting_lines, new_parsers
+from assay.speculation.parsers.figures import role_of
+from assay.speculation.parsers.registry import PARSERS, new_parsers
+from assay.speculation.read import Reading
+from assay.speculation.search import Wanted, interesting_lines
 from assay.speculation.spec import examine
+from assay.speculation.unread import looks_like_drafting
 
 # line: engine, accepted, drafted, drafts, speculative tokens
 FORMS = [

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import spec_lines as lines
 
-from assay.speculation.benefit import Cost, Measured, benefit
+from assay.speculation.benefit import Cost, benefit
 from assay.speculation.health import Health, assess
-from assay.speculation.spec import SpecOptions, examine
+from assay.speculation.measured import Measured
+from assay.speculation.options import SpecOptions
+from assay.speculation.spec import examine
 from assay.verdict import Report
 
 NGRAM = (

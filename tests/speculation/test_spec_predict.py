@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from assay.errors import UsageError
-from assay.speculation import benefit as module
-from assay.speculation.benefit import Change, predict, read_change
-from assay.speculation.spec import SpecOptions, examine
+from assay.speculation import prediction as module
+from assay.speculation.options import SpecOptions
+from assay.speculation.prediction import Change, predict, read_change
+from assay.speculation.spec import examine
 
 LINE = (
     "(EngineCore_DP0 pid=7) INFO 11-29 09:00:00 [metrics.py:100] SpecDecoding metrics: Mean"

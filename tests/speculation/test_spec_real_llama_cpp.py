@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from assay.runs import cache_dir
+from assay.speculation.combine import combine
 from assay.speculation.live import between
 from assay.speculation.read import Reading
-from assay.speculation.record import Record, combine
+from assay.speculation.record import Record
 from assay.speculation.sources import open_source
 from assay.speculation.spec import examine
 
@@ -67,7 +68,7 @@ def test_a_live_llama_cpp_agrees_with_its_log_and_its_responses(tmp_path: Path) 
 
     from assay.demo import llama_server
     from assay.demo.models import SMOLLM2, gguf_of
-    from assay.speculation.live import PROMPTS
+    from assay.speculation.traffic import PROMPTS
 
     binary = cache_dir("llama.cpp") / "bin" / "llama-server"
     if not binary.exists():

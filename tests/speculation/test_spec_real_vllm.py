@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from assay.speculation.combine import combine
 from assay.speculation.live import between
 from assay.speculation.read import Reading
-from assay.speculation.record import Record, combine
+from assay.speculation.record import Record
 from assay.speculation.sources import open_source
 from assay.speculation.spec import examine
 from vllm_cpu import ONE_PROCESS
@@ -81,8 +82,8 @@ def test_a_live_server_its_log_and_its_responses_agree() -> None:
 
     from assay.demo import vllm_server
     from assay.demo.models import build_smollm2
-    from assay.speculation.live import PROMPTS
-    from assay.speculation.spec import SpecOptions
+    from assay.speculation.options import SpecOptions
+    from assay.speculation.traffic import PROMPTS
 
     model = build_smollm2()
     speculative = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}

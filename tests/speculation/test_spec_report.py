@@ -11,7 +11,8 @@ import pytest
 import spec_lines as lines
 
 from assay.cli.main import invoke
-from assay.speculation.spec import SpecOptions, examine
+from assay.speculation.options import SpecOptions
+from assay.speculation.spec import examine
 
 
 def spec(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -9,7 +9,7 @@ import spec_lines as lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.speculation.scan import LINES_AFTER, LINES_BEFORE, interesting_lines
+from assay.speculation.search import LINES_AFTER, LINES_BEFORE, interesting_lines
 
 NOISE = [
     b'INFO:     10.1.2.3:4000 - "POST /v1/completions HTTP/1.1" 200 OK',

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from assay.speculation.combine import combine
 from assay.speculation.health import assess
 from assay.speculation.read import Reading
-from assay.speculation.record import combine
 from assay.speculation.sources import open_source
 from assay.speculation.spec import examine
 

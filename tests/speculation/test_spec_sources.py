@@ -15,7 +15,8 @@ import pytest
 import spec_lines as lines
 
 from assay.errors import AssayError
-from assay.speculation.record import Record, combine
+from assay.speculation.combine import combine
+from assay.speculation.record import Record
 from assay.speculation.sources import in_time_order, open_source
 from assay.speculation.spec import examine, read_files
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from assay.speculation.benefit import Measured, median, quotient
-from assay.speculation.spec import SpecOptions, examine
+from assay.speculation.measured import Measured, median, quotient
+from assay.speculation.options import SpecOptions
+from assay.speculation.spec import examine
 
 
 @given(st.lists(st.floats(0.1, 1e4), min_size=1, max_size=160))

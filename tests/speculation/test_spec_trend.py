@@ -4,7 +4,8 @@ import random
 
 import spec_lines as lines
 
-from assay.speculation.health import Health, all_or_nothing, assess, find_collapse, zero_windows
+from assay.speculation.collapse import all_or_nothing, find_collapse, zero_windows
+from assay.speculation.health import Health, assess
 
 
 def windows(*rates: float, drafts: int = 100, seed: int | None = None) -> list[str]:

@@ -5,7 +5,7 @@ import spec_lines as lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.speculation.record import exact_counts, infer_drafts, position_counts
+from assay.speculation.rounding import exact_counts, infer_drafts, position_counts
 
 
 @pytest.mark.parametrize("wording", ["0.8.5", "0.11", "0.28"])

@@ -10,8 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.speculation.findings import examine_head
-from assay.speculation.spec import SpecOptions, examine
+from assay.speculation.head_file import examine_head
+from assay.speculation.options import SpecOptions
+from assay.speculation.spec import examine
 from heads_serve import acceptance, add_scales, damaged, pack_int4
 
 PAGE = """# TYPE vllm:spec_decode_num_drafts_total counter

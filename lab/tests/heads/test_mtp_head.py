@@ -25,7 +25,7 @@ from assay.checkpoint.options import VerifyOptions
 from assay.checkpoint.verify import verify
 from assay.cli.main import invoke
 from assay.errors import AssayError, UsageError
-from assay.speculation.findings import examine_head
+from assay.speculation.head_file import examine_head
 from assay_lab.heads.experiment import run_try
 from assay_lab.heads.export import MTP_FILE, read_head, write_head
 from assay_lab.heads.model import HeadConfig, MtpHead, SharedLoss, draft, observe, padded

@@ -90,7 +90,7 @@ def verify(checkpoint: str, **given: Any) -> Report:
 
 @verb(
     "spec",
-    "assay.speculation.spec:SpecOptions",
+    "assay.speculation.options:SpecOptions",
     sources=(
         "SOURCE... :: Log files (plain, gzip, bz2, xz; rotated parts together), a /metrics text,"
         " JSON responses, a URL, or `-`."
@@ -102,7 +102,8 @@ def spec(sources: list[str], **given: Any) -> Report:
 
     Exit code 0 healthy, 1 degraded or broken, 3 off or insufficient, 2 if a source cannot be read.
     """
-    from assay.speculation.spec import SpecOptions, examine
+    from assay.speculation.options import SpecOptions
+    from assay.speculation.spec import examine
 
     return examine(sources, SpecOptions.of(given))
 

@@ -25,7 +25,7 @@ from assay.coherence.options import CheckOptions
 from assay.errors import UsageError
 from assay.fidelity.plan import Plan, plan_from
 from assay.options import Declared, Options, declared_options, option
-from assay.speculation.spec import SpecOptions
+from assay.speculation.options import SpecOptions
 from assay.stats import Interval
 from assay.verdict import Verdict
 

@@ -466,7 +466,8 @@ def _speculation(url: str, log: Path) -> tuple[str, float | None]:
     """Health and acceptance rate of the draft since the start, from the counters, else from the
     log.
     """
-    from assay.speculation.spec import SpecOptions, examine
+    from assay.speculation.options import SpecOptions
+    from assay.speculation.spec import examine
 
     for source in (url, str(log)):
         with suppress(AssayError):

@@ -3,192 +3,32 @@
 from __future__ import annotations
 
 import io
-import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from assay.errors import AssayError
-from assay.speculation import scan
-from assay.speculation.parsers import Line, Parser, Sample, count
-from assay.speculation.parsers.named import NAMES_DRAFTING, named_object
-from assay.speculation.record import Observation
-from assay.speculation.scan import new_parsers
+from assay.speculation.clues import Clue, start_up
+from assay.speculation.document import MAX_DOCUMENT, json_document, read_whole
+from assay.speculation.json_text import embedded_json, parsed_json
+from assay.speculation.log_line import clean, records
+from assay.speculation.metrics_page import json_samples, looks_like_metrics, pages, parse_samples
+from assay.speculation.observation import Observation
+from assay.speculation.parsers.base import Line, Parser, Sample
+from assay.speculation.parsers.counts import count
+from assay.speculation.parsers.figures import NAMES_DRAFTING
+from assay.speculation.parsers.named import named_object
+from assay.speculation.parsers.registry import new_parsers
+from assay.speculation.search import interesting_lines
 from assay.speculation.sources import Source
+from assay.speculation.unread import NAMED_DRAFTING, looks_like_drafting
+from assay.speculation.unwrap import unwrapped
 
-_HEAD_NAMES = r"(?:mtp|nextn|eagle|draft|medusa|eh_proj|enorm|hnorm|shared_head|pre_fc_norm|fc\.)"
-
-
-@dataclass(frozen=True)
-class Clue:
-    """One kind of message, how often it came, and the first of them."""
-
-    id: str
-    text: str
-    count: int = 1
-
-
-# id: what to look for in a line. The first group, where there is one, is what is quoted, else the
-# line.
-_PATTERNS: dict[str, re.Pattern[str]] = {
-    "version": re.compile(
-        r"(vLLM API server version \S+|Initializing a V\d LLM engine \(v[^)]+\)|sglang["
-        r" _]version[=:]\s*\S+"
-        r"|build: \d+ \(\w+\))",
-        re.I,
-    ),
-    "weights_skipped": re.compile(rf"{_HEAD_NAMES}.*not found in params_dict", re.I),
-    "weights_uninitialised": re.compile(
-        rf"weights? .{{0,400}}(?:were|was) not initialized.*{_HEAD_NAMES}", re.I
-    ),
-    "weights_cast": re.compile(
-        rf"(Attempted to load weight \S*{_HEAD_NAMES}\S* with dtype \S+ into parameter with dtype"
-        r" \S+)",
-        re.I,
-    ),
-    "weights_missing": re.compile(
-        r"(?:MTP|nextn|speculative) (?:layer \S+ )?weights? missing", re.I
-    ),
-    "layer_reused": re.compile(
-        r"(num_speculative_tokens > 1 will run multiple times of forward on same MTP layer)"
-    ),
-    "draft_context": re.compile(r"(Overriding draft model max model len from \d+ to \d+)"),
-    "draft_vocab": re.compile(
-        r"(?:draft|target).{0,200}vocab.{0,200}(?:not compatible|incompatible|mismatch|must match)",
-        re.I,
-    ),
-    "speculation_on": re.compile(
-        r"(speculative_config=SpeculativeConfig\([^)]*\)|speculative_algorithm='[^']+'|creating MTP"
-        r" draft context"
-        r"|adding speculative implementation '[\w-]+')"
-    ),
-    "sparse_method": re.compile(
-        r"(?:speculative_(?:config|algorithm)|method)\W.{0,80}?\b((?:n-?gram|suffix|prompt_lookup|lookup)\w*)|(?:implementation|statistics)"
-        r" '?(ngram[\w-]*)",
-        re.I,
-    ),
-    "speculation_off": re.compile(r"(speculative_config=None|speculative_algorithm=None)"),
-    "depth": re.compile(
-        r"(?:num_speculative_tokens|num_spec_tokens|speculative_num_steps|--(?:spec-)?draft(?:-n)?-max|--spec-draft-n-max"
-        r"|--num[-_]speculative[-_]tokens)['\"]?[=: ]\s*(\d{1,4})\b"
-    ),
-    "quantization": re.compile(r"\b(quantization='?(?!None)[\w-]+)'?[,)\s]"),
-    "temperature": re.compile(
-        r"(?:default.{0,40}sampling param|SamplingParams\().{0,400}?['\"]?temperature['\"]?[:=]"
-        r" ?([\d.]+)",
-        re.I,
-    ),
-    "kv_cache_dtype": re.compile(r"\b(kv_cache_dtype='?[\w-]+)'?[,)\s]"),
-    "replies": re.compile(
-        r"(Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s, Running: [1-9]\d* reqs|(?<!prompt"
-        r" )\beval time\s{0,20}=.*"
-        r"|Decode batch.{0,400}gen throughput.*)"
-    ),
-}
-_SPEED = re.compile(r"Avg generation throughput:\s*([\d.]+) tokens/s, Running: (\d+) reqs")
-_NEEDLES = (
-    "version",
-    "llm engine (",
-    "build: ",
-    "params_dict",
-    "not initialized",
-    "attempted to load weight",
-    "weights missing",
-    "weight missing",
-    "same mtp layer",
-    "overriding draft",
-    "vocab",
-    "speculative",
-    "num_spec",
-    "quantization=",
-    "kv_cache_dtype=",
-    "mtp draft context",
-    "temperature",
-    "draft-max",
-    "draft-n-max",
-)
-_LONGEST = 8192
-"""Characters of a line that are looked at; configurations are printed on lines of a few thousand.
-"""
-
-
-def start_up(text: str) -> tuple[list[Clue], list[float]]:
-    """Clues in the start of a log, and the speeds of intervals in which requests ran."""
-    first: dict[str, str] = {}
-    seen: Counter[str] = Counter()
-    for line in _candidates(text):
-        for name, pattern in _PATTERNS.items():
-            match = pattern.search(line)
-            if match:
-                seen[name] += 1
-                quote = " ".join((match[match.lastindex or 0] if pattern.groups else line).split())[
-                    :300
-                ]
-                if name == "depth" and quote not in first.get(name, quote).split(", "):
-                    quote = f"{first.pop(name)}, {quote}"  # two runs, or two roles
-                first.setdefault(name, quote)
-    replies = _PATTERNS["replies"].search(text)
-    if replies:
-        first.setdefault("replies", " ".join(replies[1].split())[:300])
-    speeds = [
-        float(speed)
-        for speed, running in _SPEED.findall(text)
-        if _positive(speed) and int(running[:9])
-    ]
-    return [Clue(name, quote, max(1, seen[name])) for name, quote in first.items()], speeds
-
-
-def _positive(text: str) -> bool:
-    try:
-        return 0 < float(text) < 1e9
-    except ValueError:
-        return False
-
-
-def _candidates(text: str) -> list[str]:
-    """Lines that hold a needle, in order and each once; found with `find`, since the start of a log
-    is megabytes.
-    """
-    lowered = text.lower()
-    if len(lowered) != len(text):  # a letter whose lower case is longer would shift the offsets
-        lowered = text
-    spans: set[tuple[int, int]] = set()
-    for needle in _NEEDLES:
-        at = lowered.find(needle)
-        while at >= 0:
-            end = text.find("\n", at)
-            end = len(text) if end < 0 else end
-            spans.add((text.rfind("\n", 0, at) + 1, end))
-            at = lowered.find(needle, end)
-    return [text[start : min(end, start + _LONGEST)] for start, end in sorted(spans)]
-
-
-_NAMES_DRAFTING = re.compile(
-    r"draft|specul|spec[_ -]?dec|\bspec[ _-]|mtp|eagle|medusa|dflash|nextn|n-?gram|lookahead", re.I
-)
-_COUNTS = re.compile(
-    r"acc(?:ept\w{0,20})?\b[^.;]{0,40}?(?:\d{1,15}\s?/\s?\d|\d[\d.]{0,15}\s?%|(?:[=:]|->|→)\s*\d)"
-    r"|(?<!\d)(?:\d{1,15}\s?(?:/|of)\s?\d{1,15}|\d[\d.]{0,15}\s?%)[^.;]{0,30}\baccept",
-    re.I,
-)
-_SETTING = re.compile(
-    r"\b\w{0,60}?(?:threshold|sampler|alpha|method)\w{0,60}['\"]?\s?[=:]\s?\S+", re.I
-)
-
-
-def looks_like_drafting(text: str) -> bool:
-    """Whether a line names drafting and says how much was accepted."""
-    text = _SETTING.sub("", text[:_LONGEST])
-    return _NAMES_DRAFTING.search(text) is not None and _COUNTS.search(text) is not None
-
-
-MAX_DOCUMENT = 256 << 20
-"""Largest JSON document or metrics page that is read whole, in bytes."""
 SHORT = 1 << 20
 """Characters up to which a log is tried with its lines joined, as if a terminal had broken them."""
+
 _DEPTH = 12
+
 _MESSAGE = frozenset(
     {
         "message",
@@ -206,7 +46,9 @@ _MESSAGE = frozenset(
 """Keys under which structured logs hold the line itself. The text of a response is under none of
 them.
 """
+
 _JOURNAL_BYTES = re.compile(r'"MESSAGE"\s*:\s*\[\s*\d')
+
 _KNOWN_PAGE = re.compile(r"^(?:vllm|sglang|llamacpp|trtllm)[:_]\w", re.M)
 
 
@@ -230,10 +72,10 @@ class Reading:
     def add(self, source: Source) -> None:
         """Read one more source to its end."""
         text = source.head.decode("utf-8", "replace")
-        if scan.looks_like_metrics(text if source.complete else text[:65536]):
+        if looks_like_metrics(text if source.complete else text[:65536]):
             self.kinds.append("metrics")
-            self.metrics(text if source.complete else _whole(source).decode("utf-8", "replace"))
-        elif (value := _document(source, text)) is not None:
+            self.metrics(text if source.complete else read_whole(source).decode("utf-8", "replace"))
+        elif (value := json_document(source, text)) is not None:
             self.kinds.append("json")
             self.document(value)
             self._start_up(text)  # structured logs hold start-up messages too
@@ -246,16 +88,16 @@ class Reading:
     def line(self, raw: bytes) -> list[Observation]:
         """Read one log line; returns what is new."""
         new: list[Observation] = []
-        for text in scan.records(raw.decode("utf-8", "replace")):
-            line = scan.clean(text.encode("utf-8", "replace"))
-            value = scan.embedded_json(line.text)
+        for text in records(raw.decode("utf-8", "replace")):
+            line = clean(text.encode("utf-8", "replace"))
+            value = embedded_json(line.text)
             new += self._objects(value) if value is not None else self._parsed(line)
         self.observations += new
         return new
 
     def document(self, value: Any) -> None:
         """Read a parsed JSON document, whatever it is wrapped in."""
-        samples = scan.json_samples(value)
+        samples = json_samples(value)
         if samples:
             self._pages(samples)
         self.observations += self._objects(value)
@@ -265,7 +107,7 @@ class Reading:
         does not speculate.
         """
         before = len(self.observations)
-        self._pages(scan.parse_samples(text))
+        self._pages(parse_samples(text))
         known = _KNOWN_PAGE.search(text)
         if (
             len(self.observations) == before
@@ -300,9 +142,9 @@ class Reading:
         before = len(self.observations)
         if _JOURNAL_BYTES.search(text[:65536]):
             for raw in _lines(source):
-                self.observations += self._objects(scan.parsed_json(raw))
+                self.observations += self._objects(parsed_json(raw))
         else:
-            for raw in scan.interesting_lines(source):
+            for raw in interesting_lines(source):
                 self.line(raw)
         if len(text) < SHORT:
             self._unwrap(text, before)
@@ -311,9 +153,9 @@ class Reading:
 
     def _unwrap(self, text: str, before: int) -> None:
         best = _known(self.settled())
-        for joined in scan.unwrapped(text):
+        for joined in unwrapped(text):
             other = Reading()
-            for raw in scan.interesting_lines(io.BytesIO(joined.encode("utf-8", "replace"))):
+            for raw in interesting_lines(io.BytesIO(joined.encode("utf-8", "replace"))):
                 other.line(raw)
             if _known(other.settled()) > best:
                 best = _known(other.settled())
@@ -321,13 +163,13 @@ class Reading:
                 self.unread = other.unread
 
     def _pages(self, samples: list[Sample]) -> None:
-        for page in scan.pages(samples):
+        for page in pages(samples):
             before = len(self.observations)
             for parser in self.parsers:
                 self.observations += parser.samples(page)
             if len(self.observations) == before:
                 for sample in page:
-                    if _NAMES_DRAFTING.search(sample.name) and "accept" in sample.name.lower():
+                    if NAMED_DRAFTING.search(sample.name) and "accept" in sample.name.lower():
                         self._unrecognised(f"{sample.name} {sample.value:g}", sample.name)
 
     def _parsed(self, line: Line) -> list[Observation]:
@@ -371,8 +213,8 @@ class Reading:
                 messages = value[1:]
         for text in messages:
             for row in text.splitlines():
-                for record in scan.records(row):
-                    found += self._parsed(scan.clean(record.encode("utf-8", "replace")))
+                for entry in records(row):
+                    found += self._parsed(clean(entry.encode("utf-8", "replace")))
         for name, child in children:
             if isinstance(child, Mapping | list):
                 found += self._objects(child, depth + 1, str(name))
@@ -439,69 +281,3 @@ def _lines(source: Source) -> Iterator[bytes]:
             rest = b""
     if rest:
         yield rest
-
-
-def _document(source: Source, text: str) -> Any:
-    """The JSON document that a source is; None if it is something else."""
-    start = text.lstrip("\ufeff \t\r\n")
-    if not start.startswith(("{", "[")) or start.startswith('{"log":'):
-        return None
-    first_line = start.splitlines()[0]
-    if not source.complete and _json_row(first_line) is not None:
-        return None  # a large log of JSON lines
-    if start.startswith("[") and not _opens_json_array(start):
-        return None  # a log whose lines start with a bracket
-    body = (
-        start
-        if source.complete
-        else _whole(source).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
-    )
-    try:
-        return json.loads(body)
-    except RecursionError:
-        raise _broken(source, "it is nested too deeply") from None
-    except ValueError as error:
-        rows = [row for row in body.splitlines() if row.strip()]
-        values = [v for row in rows if (v := _json_row(row)) is not None]
-        # Server-sent events have lines without JSON; a log that begins with JSON has lines of every
-        # kind.
-        others = sum(not row.startswith(("data:", "event:", "id:", ":")) for row in rows) - len(
-            values
-        )
-        if values:
-            return values if others <= 0 else None
-        if start.startswith("{") and not start.startswith(('{"', "{\n", "{\r", "{ ", "{}")):
-            return None
-        raise _broken(source, f"the JSON ends early or is broken: {error}") from error
-
-
-def _broken(source: Source, why: str) -> AssayError:
-    return AssayError(
-        f"{source.name}: {why}",
-        finding_id="speculation.source_truncated",
-        remedy="save the response again, whole",
-    )
-
-
-def _whole(source: Source) -> bytes:
-    data = bytearray()
-    while part := source.read(1 << 20):
-        data += part
-        if len(data) > MAX_DOCUMENT:
-            raise AssayError(
-                f"{source.name}: more than {MAX_DOCUMENT >> 20} MB of JSON or metrics",
-                finding_id="speculation.source_too_large",
-                remedy="give one page or one file of JSON lines",
-            )
-    return bytes(data)
-
-
-def _json_row(text: str) -> Any:
-    """The JSON value on a line, a server-sent event's `data:` included."""
-    stripped = text.strip().removeprefix("data:").strip()
-    return scan.parsed_json(stripped) if stripped.startswith(("{", "[")) else None
-
-
-def _opens_json_array(text: str) -> bool:
-    """Whether '[' opens a JSON array of objects, not a `[2026-…]` or `[metrics.py]` prefix."""
-    return text[1:64].lstrip()[:1] in ("{", "[", "]")

@@ -1,6 +1,4 @@
-"""Open whatever a user points at as one stream of UTF-8 bytes: plain, compressed, UTF-16, standard
-input.
-"""
+"""Open a file or standard input as one stream of UTF-8 bytes: plain, compressed or UTF-16."""
 
 from __future__ import annotations
 
@@ -8,29 +6,32 @@ import bz2
 import codecs
 import gzip
 import lzma
-import os
 import re
-import select
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from assay.errors import AssayError
 
 HEAD = 4 << 20
 """Bytes kept from the start of a source; start-up messages are looked for in them."""
+
 MOST_NULLS = 4 << 30
 """NULs at the start that are passed over."""
+
 _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\x1f\x8b", "gzip"),
     (b"BZh", "bz2"),
     (b"\xfd7zXZ\x00", "xz"),
 )
+
 _UNREADABLE = ((b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "zip"), (b"\x04\x22\x4d\x18", "lz4"))
+
 _HOST_PORT = re.compile(r"^[\w.-]+:\d{2,5}(?:/|$)")
+
 _ROTATED = re.compile(r"^(.*?)(?:[.-](\d{1,4}))?(\.(?:gz|bz2|xz))?$")
 
 
@@ -105,7 +106,7 @@ class Source:
         except (zlib.error, lzma.LZMAError) as error:
             raise _truncated(self.name, f"the compressed data are broken ({error})") from error
         except OSError as error:
-            raise _unreadable(self.name, error) from error
+            raise unreadable(self.name, error) from error
 
 
 def open_source(name: str) -> Source:
@@ -125,11 +126,11 @@ def open_source(name: str) -> Source:
         try:
             stream = path.open("rb")
         except OSError as error:
-            raise _unreadable(name, error) from error
+            raise unreadable(name, error) from error
     try:
         start = stream.peek(8)
     except OSError as error:
-        raise _unreadable(shown, error) from error
+        raise unreadable(shown, error) from error
     kind = next((kind for magic, kind in _MAGIC if start.startswith(magic)), None)
     foreign = next((kind for magic, kind in _UNREADABLE if start.startswith(magic)), None)
     if foreign:
@@ -248,7 +249,8 @@ def _truncated(name: str, why: str) -> AssayError:
     )
 
 
-def _unreadable(name: str, error: OSError) -> AssayError:
+def unreadable(name: str, error: OSError) -> AssayError:
+    """The error of a source that cannot be opened or read."""
     reason = error.strerror or str(error)
     return AssayError(
         f"cannot read {name}: {reason}",
@@ -257,118 +259,3 @@ def _unreadable(name: str, error: OSError) -> AssayError:
         if _HOST_PORT.match(name)
         else "check the path and the permissions",
     )
-
-
-POLL_SECONDS = 0.5
-
-
-def grow(
-    name: str,
-    add: Callable[[Source], None],
-    until: float | None,
-    sleep: Callable[[float], None],
-    clock: Callable[[], float],
-) -> Iterator[list[bytes]]:
-    """Batches of new whole lines of a growing file, through rotation and truncation, or of standard
-    input (`-`).
-
-    What the file already holds is given to `add`.
-    """
-    return (
-        _standard_input(until, clock)
-        if name == "-"
-        else _growing(Path(name), add, until, sleep, clock)
-    )
-
-
-def _growing(
-    path: Path,
-    add: Callable[[Source], None],
-    until: float | None,
-    sleep: Callable[[float], None],
-    clock: Callable[[], float],
-) -> Iterator[list[bytes]]:
-    stream = _open(path)
-    try:
-        growing = _WholeLines(stream)
-        if os.fstat(stream.fileno()).st_size:
-            add(Source(str(path), growing))
-            yield []
-        while until is None or clock() < until:
-            lines = growing.lines()
-            if lines:
-                yield lines
-            elif _replaced(path, stream):
-                # What was written between the last look and the rename is still in the old file.
-                yield growing.lines()
-                stream.close()
-                stream = _open(path)
-                growing = _WholeLines(stream)
-            else:
-                sleep(POLL_SECONDS)
-    finally:
-        stream.close()
-
-
-class _WholeLines:
-    """Reads a growing file up to its last whole line; the rest waits for its end."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._rest = b""
-        self._ready = b""
-
-    def read(self, size: int, /) -> bytes:
-        """New whole lines, about `size` bytes of them; b'' where there are none yet."""
-        while part := self._stream.read(size):
-            data = self._rest + part
-            cut = data.rfind(b"\n") + 1
-            self._rest = data[cut:]
-            if cut:
-                return data[:cut]
-        return b""
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        """The same into `buffer`."""
-        if not self._ready:
-            self._ready = self.read(len(buffer))
-        part, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
-
-    def lines(self) -> list[bytes]:
-        """New whole lines."""
-        return self.read(-1).splitlines()
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise _unreadable(str(path), error) from error
-
-
-def _replaced(path: Path, stream: BinaryIO) -> bool:
-    """Whether the log was rotated (another file has its name) or truncated."""
-    try:
-        now = path.stat()
-    except OSError:
-        return False  # between the rename and the new file
-    own = os.fstat(stream.fileno())
-    return (now.st_dev, now.st_ino) != (own.st_dev, own.st_ino) or now.st_size < stream.tell()
-
-
-def _standard_input(until: float | None, clock: Callable[[], float]) -> Iterator[list[bytes]]:
-    """Lines of standard input in the batches in which they arrive."""
-    rest = b""
-    handle = sys.stdin.fileno()
-    while until is None or (
-        (left := until - clock()) > 0 and select.select([handle], [], [], left)[0]
-    ):
-        part = os.read(handle, 1 << 16)
-        if not part:
-            if rest:
-                yield [rest]
-            return
-        *lines, rest = (rest + part).split(b"\n")
-        yield lines

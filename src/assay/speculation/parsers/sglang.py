@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from assay.speculation.parsers import Line, Parser, Sample, count, counts, from_histogram, number
-from assay.speculation.record import Kind, Observation
+from assay.speculation.observation import Kind, Observation
+from assay.speculation.parsers.base import Line, Parser, Sample
+from assay.speculation.parsers.counts import count, counts, from_histogram, number
 
 _BATCH = re.compile(r"Decode batch\b")
 _LENGTH = re.compile(r"\baccept len:\s*(nan|[\d.]+)")

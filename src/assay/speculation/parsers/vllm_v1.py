@@ -1,10 +1,4 @@
-"""vLLM V1: the `SpecDecoding metrics` line in all its wordings since 0.8, `/metrics`, per-request
-statistics; and V0.
-
-V0 printed one line of counts since start, and counts a draft token as accepted also when an earlier
-one of the same draft was rejected. What entered the text is `emitted − drafts`, one bonus token a
-step.
-"""
+"""vLLM V1: the `SpecDecoding metrics` line in all wordings since 0.8, `/metrics`, replies."""
 
 from __future__ import annotations
 
@@ -13,18 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from assay.speculation.parsers import Line, Parser, Sample, count, counts, number, positions_from
-from assay.speculation.record import (
-    MOST_POSITIONS,
-    Kind,
-    Observation,
-    exact_counts,
-    infer_drafts,
-    position_counts,
-)
+from assay.speculation.observation import MOST_POSITIONS, Kind, Observation
+from assay.speculation.parsers.base import Line, Parser, Sample
+from assay.speculation.parsers.counts import count, counts, number, positions_from
+from assay.speculation.rounding import exact_counts, infer_drafts, position_counts
 
 # 0.8.2 wrote "Speculative metrics:" like V0, but without the V0 figures; later versions "SpecDecoding metrics:".
 _HEADS = ("SpecDecoding metrics:", "Speculative metrics:")
+
 _ENGINE = re.compile(
     r"(?:Engine (\d{1,9})|Engines Aggregated):.{0,200}?Avg generation"
     r" throughput:\s?([\d.]{1,20}).{0,200}?Running:\s?(\d{1,9})"
@@ -38,10 +28,12 @@ _USUAL = re.compile(
     r" tokens, Per-position acceptance "
     r"rate: (\d\.\d+(?:, \d\.\d+)*), Avg Draft acceptance rate: [\d.]+%$"
 )
+
 USUAL_INTERVAL = 10.0
 """Seconds between two log lines; with a longer one too few tokens are taken for generated, and all
 steps for drafting.
 """
+
 _PREFIX = re.compile(
     r"^vllm[:_]spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)(?:_total)?$"
 )
@@ -300,109 +292,3 @@ def _fraction(fields: Mapping[str, Sequence[str]]) -> float | None:
             value = number(text.rstrip("%"))
             return value if value is None or not text.endswith("%") else value / 100
     return None
-
-
-_HEAD = re.compile(r"Speculative metrics:(.*)", re.I)
-_FIELDS = {
-    "rate": re.compile(r"Draft acceptance rate:\s*(nan|[\d.]+)", re.I),
-    "efficiency": re.compile(r"System efficiency:\s*(nan|[\d.]+)", re.I),
-    "k": re.compile(r"Number of speculative tokens:\s*(\d+)", re.I),
-    "accepted": re.compile(r"Number of accepted tokens:\s*(\d+)", re.I),
-    # 0.5.3 wrote "tokens tokens".
-    "drafted": re.compile(r"Number of draft tokens(?: tokens)?:\s*(\d+)", re.I),
-    "emitted": re.compile(r"Number of emitted tokens(?: tokens)?:\s*(\d+)", re.I),
-}
-_NAME = re.compile(
-    r"^vllm[:_]spec_decode_(draft_acceptance_rate|efficiency|num_accepted_tokens|num_draft_tokens|num_emitted_tokens)"
-    r"(?:_total)?$"
-)
-
-
-class VllmV0Parser(Parser):
-    """Lines are totals since start."""
-
-    engine = "vllm"
-    needles = ("accept",)
-    company = ("speculative metrics:",)
-
-    def line(self, line: Line) -> Iterable[Observation] | None:
-        """A total since start."""
-        head = _HEAD.search(line.text)
-        if not head or not ("efficiency" in head[1] or "emitted" in head[1]):
-            return None
-        found = {
-            name: match[1] for name, regex in _FIELDS.items() if (match := regex.search(head[1]))
-        }
-        drafted, k = count(found.get("drafted")), count(found.get("k"))
-        if drafted is None:
-            rate = number(found.get("rate"))
-            if rate is None:
-                return ()
-            return (
-                Observation(
-                    engine=self.engine,
-                    kind=Kind.VALUE,
-                    definition="vllm_v0_total",
-                    acceptance_rate=rate,
-                    num_speculative_tokens=k,
-                    time=line.time,
-                ),
-            )
-        return (
-            Observation(
-                engine=self.engine,
-                kind=Kind.TOTAL,
-                definition="vllm_v0_total",
-                replica=line.replica,
-                stream=line.process,
-                drafted=drafted,
-                accepted=count(found.get("accepted")),
-                drafts=drafted // k if k and drafted % k == 0 else None,
-                emitted=count(found.get("emitted")),
-                num_speculative_tokens=k,
-                time=line.time,
-            ),
-        )
-
-    def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
-        """A total since start, from the old names."""
-        found: dict[str, float] = {}
-        for sample in samples:
-            match = _NAME.match(sample.name)
-            if match:
-                found[match[1]] = found.get(match[1], 0.0) + sample.value
-        if "draft_acceptance_rate" not in found and "num_emitted_tokens" not in found:
-            return ()
-        drafted, emitted = (
-            count(found.get("num_draft_tokens")),
-            count(found.get("num_emitted_tokens")),
-        )
-        if drafted is None:
-            return (
-                Observation(
-                    engine=self.engine, kind=Kind.VALUE, definition="vllm_v0_total",
-                    acceptance_rate=number(found.get("draft_acceptance_rate")),
-                ),
-            )  # fmt: skip
-        return (
-            Observation(
-                engine=self.engine, kind=Kind.TOTAL, definition="vllm_v0_total", drafted=drafted,
-                accepted=count(found.get("num_accepted_tokens")), emitted=emitted,
-                implied_depth=_depth(drafted, emitted, found.get("efficiency")),
-            ),
-        )  # fmt: skip
-
-
-def _depth(drafted: int, emitted: int | None, efficiency: float | None) -> int | None:
-    """Number of speculative tokens k that the efficiency gauge implies.
-
-    efficiency = emitted / (drafts · (k + 1)) with drafts = drafted / k, so (k + 1) / k = emitted /
-    (drafted · efficiency).
-    """
-    if not drafted or not emitted or not efficiency or not 0 < efficiency <= 1:
-        return None
-    ratio = emitted / (drafted * efficiency)
-    if ratio <= 1:
-        return None
-    k = 1 / (ratio - 1)
-    return round(k) if round(k) >= 1 and abs(k - round(k)) < 0.15 else None

@@ -1,0 +1,107 @@
+"""Samples of a metrics page: Prometheus text, a Prometheus query's answer, OTLP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from assay.speculation.parsers.base import Sample
+
+_SAMPLE = re.compile(
+    r"^\s*([a-zA-Z_:][\w:]*)\s*(?:\{(.*?)\})?\s*\|?\s*([-+]?(?:\d[\d_.]*(?:e[-+]?\d+)?|inf|nan))(?:\s+-?\d+)?\s*\|?\s*$",
+    re.I,
+)
+
+_LABEL = re.compile(r'([a-zA-Z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"')
+
+_SIGN = re.compile(
+    r"^(?:# (?:TYPE|HELP)"
+    r" \S+|(?:vllm|sglang|llamacpp|trtllm)[:_]\w+(?:\{.*?\})?\s*[|]?\s*[-+\d.naif]+)",
+    re.M,
+)
+
+
+def looks_like_metrics(text: str) -> bool:
+    """Whether `text` is a metrics page rather than a log."""
+    return _SIGN.search(text) is not None
+
+
+def pages(samples: list[Sample]) -> Iterator[list[Sample]]:
+    """The pages in a text: where a series comes again, another page (a later scrape of the same
+    server) has begun.
+    """
+    page: list[Sample] = []
+    seen: set[tuple[str, frozenset[tuple[str, str]]]] = set()
+    for sample in samples:
+        series = (sample.name, frozenset(sample.labels.items()))
+        if series in seen:
+            yield page
+            page, seen = [], set()
+        seen.add(series)
+        page.append(sample)
+    yield page
+
+
+def parse_samples(text: str) -> list[Sample]:
+    """All samples of a page with a numeric value. Creation times (`_created`) are not samples of
+    anything.
+    """
+    samples = []
+    for line in text.splitlines():
+        match = _SAMPLE.match(line)
+        if match is None or line.startswith("#") or match[1].endswith("_created"):
+            continue
+        labels = {name: value.replace(r"\"", '"') for name, value in _LABEL.findall(match[2] or "")}
+        try:
+            samples.append(Sample(match[1], labels, float(match[3].replace("_", ""))))
+        except ValueError:  # 1.2.3
+            continue
+    return samples
+
+
+def json_samples(value: Any) -> list[Sample]:
+    """Samples in JSON, in time order: the answer of a Prometheus query, or OTLP's
+    `resourceMetrics`.
+    """
+    found: list[tuple[float, Sample]] = []
+    data = value.get("data") if isinstance(value, dict) else None
+    for row in _dicts(data.get("result") if isinstance(data, dict) else None):
+        labels = row.get("metric")
+        if isinstance(labels, dict) and isinstance(labels.get("__name__"), str):
+            own = {str(k): str(v) for k, v in labels.items() if k != "__name__"}
+            points = row["values"] if isinstance(row.get("values"), list) else [row.get("value")]
+            for point in points:
+                if isinstance(point, list) and len(point) == 2:
+                    found += _timed(labels["__name__"], own, *point)
+    for metric in _otlp(value.get("resourceMetrics")) if isinstance(value, dict) else ():
+        for form in _dicts([metric.get("sum"), metric.get("gauge")]):
+            for point in _dicts(form.get("dataPoints")):
+                own = {
+                    str(a.get("key")): "".join(map(str, a["value"].values()))
+                    for a in _dicts(point.get("attributes"))
+                    if isinstance(a.get("value"), dict)
+                }
+                number = point.get("asInt", point.get("asDouble"))
+                found += _timed(metric["name"], own, point.get("timeUnixNano", 0), number)
+    return [sample for _, sample in sorted(found, key=lambda pair: pair[0])]
+
+
+def _timed(name: str, labels: dict[str, str], time: Any, value: Any) -> list[tuple[float, Sample]]:
+    try:
+        return [(float(time), Sample(name, labels, float(value)))]
+    except (TypeError, ValueError, OverflowError):
+        return []
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [child for child in value if isinstance(child, dict)] if isinstance(value, list) else []
+
+
+def _otlp(value: Any) -> Iterator[dict[str, Any]]:
+    """All metrics in `resourceMetrics`, whatever the scopes around them."""
+    for child in _dicts(value):
+        if isinstance(child.get("name"), str):
+            yield child
+        else:
+            yield from _otlp(child.get("scopeMetrics") or child.get("metrics"))

@@ -1,0 +1,29 @@
+"""MLC's counts per draft slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from assay.speculation.observation import Kind, Observation
+from assay.speculation.parsers.base import Parser
+from assay.speculation.parsers.counts import counts
+
+
+class MlcParser(Parser):
+    """MLC's counts per draft slot. Slot 0 is the token that the target itself adds, so position i
+    is slot i + 1.
+    """
+
+    engine = "mlc-llm"
+
+    def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
+        """Counts of every slot."""
+        tried, accepted = counts(value.get("draft_count")), counts(value.get("accept_count"))
+        if not tried or not accepted or len(tried) != len(accepted):
+            return
+        if all(a <= n for a, n in zip(accepted, tried, strict=True)):
+            yield Observation(
+                engine=self.engine, kind=Kind.TOTAL, definition="mlc_counts",
+                accepted_per_position=accepted[1:] or None, drafts_per_position=tried[1:] or None,
+            )  # fmt: skip

@@ -1,0 +1,215 @@
+"""Figures, tables and charts of a judged source; the table that decides comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from assay.speculation.benefit import Benefit
+from assay.speculation.health import WORTH
+from assay.speculation.judged import Judged
+from assay.speculation.observation import Observation
+from assay.speculation.rate import Rate, proportion
+from assay.verdict import Band, Block, Chart, Metric, Point, Series, Table
+
+# Figures, tables and pictures of a judged source, for `report/` to draw; the table that decides
+# comes first.
+
+PROSE = Band("usual for prose", 0.4, 0.7)
+"""The band of acceptance that the field quotes, as context (dense code: 0.2 to 0.5); nothing is
+judged by it.
+"""
+
+_POINTS = 120
+
+_ENGINES = 6
+
+
+def headline(judged: Judged) -> list[Metric]:
+    """The few figures that are read first."""
+    a, record, b = judged.assessment, judged.record, judged.benefit
+    metrics = [Metric("health", a.health.value, note=a.reason)]
+    if a.pooled is not None:
+        note = "of all draft tokens; prose 40–70 %, code 20–50 %"
+        metrics.append(Metric("acceptance", a.pooled.percent(), note=note))
+    elif record.acceptance_rate is not None:
+        metrics.append(
+            Metric(
+                "acceptance", f"{100 * record.acceptance_rate:.1f} %", note="printed, no interval"
+            )
+        )
+    if record.tokens_per_step is not None:
+        metrics.append(_tokens_per_step(judged, record.tokens_per_step))
+    if b is not None and a.judged:
+        metrics += _multiplier(b)
+    if judged.advice:
+        metrics.append(Metric("advice", judged.advice))
+    return metrics
+
+
+def blocks(judged: Judged) -> list[Block]:
+    """Tables and charts, where there is something to show."""
+    bad = judged.assessment.health.bad
+    tables = [_baseline(judged), _positions(judged), _engines(judged), _implementations(judged)]
+    if judged.assessment.dead_engines:
+        tables.insert(0, tables.pop(2))
+    charts = [
+        _position_chart(judged),
+        _over_time(judged),
+        _multiplier_chart(judged.benefit) if judged.benefit and not bad else None,
+    ]
+    return [b for b in (*tables, *charts) if b is not None]
+
+
+def _tokens_per_step(judged: Judged, length: float) -> Metric:
+    """Over all steps, where the source counts those without a draft too: that is what is paid for."""
+    steps = judged.evidence.steps
+    if steps.coverage is None or steps.coverage > 0.98 or steps.overall is None:
+        return Metric("tokens per step", f"{length:.2f}", note="bonus token included")
+    drafted = steps.tokens_per_step or length
+    note = f"over all steps; {drafted:.2f} at the {100 * steps.coverage:.3g} % that drafted"
+    return Metric("tokens per step", f"{steps.overall:.2f}", note=note)
+
+
+def _multiplier(b: Benefit) -> list[Metric]:
+    if b.measured_multiplier is not None:
+        return [
+            Metric(
+                "net multiplier", str(b.measured_multiplier), note="measured against the baseline"
+            )
+        ]
+    if b.multiplier is None:
+        return []
+    span = "" if b.interval is None else f" [{b.interval[0]:.2f}, {b.interval[1]:.2f}]"
+    note = f"predicted over all steps, {b.cost.source} draft cost {b.cost}"
+    return [Metric("net multiplier", f"{b.multiplier:.2f}{span}", note=note)]
+
+
+def _positions(judged: Judged) -> Table | None:
+    a = judged.assessment
+    rows = []
+    before: int | None = None
+    for i, ((accepted, drafts), rate) in enumerate(
+        zip(judged.record.positions or (), a.positions, strict=False)
+    ):
+        given = "" if not before else f"{100 * min(1.0, accepted / before):.1f} %"
+        rows.append((str(i), f"{accepted:,}", f"{drafts:,}", rate.percent(), given))
+        before = accepted
+    columns = ("position", "accepted", "drafts", "rate [95 %]", "given the one before")
+    note = "" if a.design_effect == 1 else f"design effect {a.design_effect:.1f}"
+    return Table("Draft positions", columns, rows, frozenset(range(5)), note=note) if rows else None
+
+
+def _position_chart(judged: Judged) -> Chart | None:
+    rates = judged.assessment.positions
+    points = [Point(f"position {i}", r.value, r.lo, r.hi) for i, r in enumerate(rates)]
+    series = [Series("acceptance", points)]
+    return (
+        Chart("Acceptance per draft position", "bar", series, "", "rate")
+        if len(rates) > 1
+        else None
+    )
+
+
+def _over_time(judged: Judged) -> Chart | None:
+    """Acceptance over the run: each engine of several, or position 0 and everything of one."""
+    counted = [w for w in judged.evidence.windows if w.drafted and w.accepted is not None]
+    engines = list(dict.fromkeys(w.replica for w in counted))
+    if 1 < len(engines) <= _ENGINES:
+        series = [
+            _series(f"engine {e}", [w for w in counted if w.replica == e], _pooled) for e in engines
+        ]
+    else:
+        series = [_series("all draft tokens", counted, _pooled)]
+        if all(w.accepted_per_position and w.drafts for w in counted):
+            series.insert(0, _series("position 0", counted, _first))
+    if max((len(s.points) for s in series), default=0) < 2:
+        return None
+    first, last = counted[0].time, counted[-1].time
+    note = f"{first} to {last}" if first and last else ""
+    return Chart("Acceptance over time", "line", series, "window", "rate", [PROSE], note=note)
+
+
+def _series(
+    name: str, windows: Sequence[Observation], rate: Callable[[Sequence[Observation]], Rate]
+) -> Series:
+    """The rate in each window; long runs are summed into at most 120 points."""
+    size = max(1, -(-len(windows) // _POINTS))
+    points = []
+    for start in range(0, len(windows), size):
+        own = rate(windows[start : start + size])
+        points.append(Point(float(1 + start), own.value, own.lo, own.hi))
+    return Series(name, points)
+
+
+def _pooled(group: Sequence[Observation]) -> Rate:
+    return proportion(sum(w.accepted or 0 for w in group), sum(w.drafted or 0 for w in group))
+
+
+def _first(group: Sequence[Observation]) -> Rate:
+    return proportion(
+        sum((w.accepted_per_position or (0,))[0] for w in group), sum(w.drafts or 0 for w in group)
+    )
+
+
+def _multiplier_chart(b: Benefit) -> Chart:
+    known = max(b.measured_depth, b.depth or 0)
+    points = [Point(float(n), m) for n, m in enumerate(b.multipliers[: known + 4], 1)]
+    series = [Series("measured positions", points[:known])]
+    if known < len(points):
+        series.append(Series("extrapolated", points[known - 1 :]))
+    bands = [Band("costs more than it earns", 0.0, 1.0), Band("hardly worth it", 1.0, WORTH)]
+    note = f"a draft token costs {b.cost} target steps ({b.cost.source})"
+    title = "Predicted net multiplier"
+    return Chart(title, "line", series, "speculative tokens", "times as fast", bands, note=note)
+
+
+def _engines(judged: Judged) -> Table | None:
+    rows = []
+    for name, a in judged.assessment.per_engine.items():
+        record = judged.evidence.per_engine[name]
+        length = "" if record.tokens_per_step is None else f"{record.tokens_per_step:.2f}"
+        counts = f"{_count(record.accepted)} / {_count(record.drafted)}"
+        rows.append((name, a.health.value, counts, a.rate.percent() if a.rate else "", length))
+    columns = ("engine", "health", "accepted / drafted", "judged rate [95 %]", "tokens per step")
+    return Table("Engines", columns, rows, frozenset({2, 3, 4})) if rows else None
+
+
+def _implementations(judged: Judged) -> Table | None:
+    rows = []
+    for name, c in judged.record.per_implementation.items():
+        rate = proportion(c["accepted"] or 0, c["drafted"]).percent() if c["drafted"] else ""
+        rows.append((name, *(_count(c[key]) for key in ("drafts", "drafted", "accepted")), rate))
+    columns = ("method", "drafts", "drafted", "accepted", "acceptance [95 %]")
+    note = "lifetime statistics; not added to the request lines"
+    title = "Drafting methods since start"
+    return Table(title, columns, rows, frozenset({1, 2, 3, 4}), note=note) if rows else None
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def _baseline(judged: Judged) -> Table | None:
+    c = judged.comparison
+    if c is None:
+        return None
+    rows = []
+    if c.acceptance is not None:
+        rows.append(("all draft tokens", _points(c.acceptance)))
+    rows += [(f"position {i}", _points(d)) for i, d in enumerate(c.per_position)]
+    if c.tokens_per_step is not None:
+        rows.append(
+            ("tokens per step", f"{c.tokens_per_step[0]:.2f} against {c.tokens_per_step[1]:.2f}")
+        )
+    if c.speeds is not None:
+        rows.append(("tokens per second", f"{c.speeds[0]:.1f} against {c.speeds[1]:.1f}"))
+    return Table(
+        "Against the baseline", ("", "difference [95 %]"), rows, frozenset({1}), note=c.reading
+    )
+
+
+def _points(difference: Rate) -> str:
+    return (
+        f"{100 * difference.value:+.1f} points [{100 * difference.lo:+.1f},"
+        f" {100 * difference.hi:+.1f}]"
+    )
