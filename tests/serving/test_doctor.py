@@ -90,11 +90,12 @@ def test_kept_speed_is_not_that_of_another_run(tmp_path: Path) -> None:
     from assay.progress import NO_PROGRESS
     from assay.serving.command import read_command
     from assay.serving.doctor import Doctor
+    from assay.serving.starts import Starts
 
-    def doctor(*words: str) -> Doctor:
+    def doctor(*words: str) -> Starts:
         return Doctor(
             read_command(list(words), SERVER), DoctorOptions(command_template=SERVER), NO_PROGRESS
-        )
+        ).starts
 
     one, two = doctor("--harmless-a", "1"), doctor("--harmless-b", "2")
     texts, speed = frozenset({"prompts"}), frozenset({"slower"})

@@ -189,7 +189,7 @@ def test_the_budget_does_not_run_while_another_doctor_is_waited_for() -> None:
         command_template=SERVER, seconds=3.0, budget=1.0, fault_rate=1.0, ladder=False
     )
     doctor = Doctor(read_command(["--harmless-a", "1"], SERVER), options, NO_PROGRESS)
-    doctor.until = 0.0  # as if the wait had taken all of it
+    doctor.starts.until = 0.0  # as if the wait had taken all of it
     found = doctor.run()
     assert not found.out_of_time and found.given_state == "good"
 
@@ -297,7 +297,7 @@ def test_the_live_table_shows_starts_symptoms_and_the_time_left() -> None:
     @contextlib.contextmanager
     def watch(doctor: Doctor) -> Iterator[None]:
         yield
-        doctor.now = "with --kv, start 2: asking"
+        doctor.starts.now = "with --kv, start 2: asking"
         seen.extend((drawn(doctor, 40), drawn(doctor, 8)))
 
     options = DoctorOptions(

@@ -1,4 +1,4 @@
-"""Starts of the doctor on a real Ray cluster of two nodes on this machine: the same report, and
+"""RayStarts of the doctor on a real Ray cluster of two nodes on this machine: the same report, and
 what gets lost on the way.
 """
 
@@ -22,7 +22,8 @@ from assay.errors import AssayError, UsageError
 from assay.options import DoctorOptions
 from assay.progress import NO_PROGRESS, Progress
 from assay.serving.command import read_command
-from assay.serving.elsewhere import Answered, Starts, of_command
+from assay.serving.ray_starts import RayStarts, of_command
+from assay.serving.remote import StartAnswer
 from assay.serving.run import run_doctor
 from assay.serving.search import VARYING, Bench, Rates, Tally
 from assay.serving.symptoms import Observation
@@ -105,10 +106,12 @@ def test_what_a_start_showed_survives_the_way_back() -> None:
 
     seen = Observation(facts={"kind": "vllm", "version": "0.32.0"})
     notice = Finding("server.x", Severity.INFO, "said")
-    sent = Answered(seen, [Report("compare", Verdict.PASS, {}, findings=[notice])], True, [notice])
+    sent = StartAnswer(
+        seen, [Report("compare", Verdict.PASS, {}, findings=[notice])], True, [notice]
+    )
     back = pickle.loads(pickle.dumps(sent))
     assert back == sent and back.version == "vllm 0.32.0"
-    assert Answered(None, [], False, []).version == ""
+    assert StartAnswer(None, [], False, []).version == ""
 
 
 def test_what_a_command_reads_is_told_from_what_it_writes(tmp_path: Path) -> None:
@@ -123,7 +126,7 @@ def test_what_a_command_reads_is_told_from_what_it_writes(tmp_path: Path) -> Non
     assert found["programs"]["python3"]
     with pytest.raises(UsageError, match="Ray chooses the GPUs"):
         command = read_command(["CUDA_VISIBLE_DEVICES=1", "vllm", "serve", "m"])
-        Starts("local", 0, NO_PROGRESS, command, None)
+        RayStarts("local", 0, NO_PROGRESS, command, None)
 
 
 @pytest.mark.engine
@@ -224,7 +227,8 @@ def test_a_node_with_another_version_of_a_file_is_refused_by_name(
 ) -> None:
     two_nodes(cluster)
     monkeypatch.setattr(
-        "assay.serving.elsewhere.of_command", lambda *of: {"programs": {"python": "1"}, "files": {}}
+        "assay.serving.ray_starts.of_command",
+        lambda *of: {"programs": {"python": "1"}, "files": {}},
     )
     with pytest.raises(
         AssayError, match=r"node \S+ \(\w{8}\) has another set-up than this machine"

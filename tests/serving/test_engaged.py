@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from assay.options import DoctorOptions
 from assay.serving.command import read_command
-from assay.serving.doctor import Diagnosis
-from assay.serving.run import build_report, fault_of
+from assay.serving.conclusion import fault_of
+from assay.serving.diagnosis import Diagnosis
+from assay.serving.report import build_report
 from assay.serving.symptoms import Observation, Seen, engaged
 from assay.verdict import Finding, Report, Severity, Verdict
 
@@ -141,17 +141,16 @@ def test_a_command_is_read_without_what_asks_a_server(tmp_path: Path) -> None:
 def test_a_failing_baseline_is_compared_with_its_own_files_where_they_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from assay.progress import NO_PROGRESS
-    from assay.serving import doctor
+    from assay.serving import baseline_fault
 
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     command = read_command(["vllm", "serve", str(tmp_path), "--max-num-seqs", "8"])
-    asked = doctor.Doctor(command, DoctorOptions(), NO_PROGRESS)
-    monkeypatch.setattr(doctor, "free_memory", lambda: 5000)
-    assert asked.reference() == f"hf:{tmp_path}"
-    monkeypatch.setattr(doctor, "free_memory", lambda: 3000)
-    assert asked.reference() is None
-    asked.options = replace(asked.options, reference_engine="hf:other")
-    assert asked.reference() == "hf:other"
+    found = Diagnosis(command, DoctorOptions())
+    monkeypatch.setattr(baseline_fault, "free_memory", lambda: 5000)
+    assert baseline_fault.reference_of(found) == f"hf:{tmp_path}"
+    monkeypatch.setattr(baseline_fault, "free_memory", lambda: 3000)
+    assert baseline_fault.reference_of(found) is None
+    found = Diagnosis(command, DoctorOptions(reference_engine="hf:other"))
+    assert baseline_fault.reference_of(found) == "hf:other"

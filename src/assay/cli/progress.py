@@ -350,10 +350,10 @@ def starts_table(doctor: Doctor, height: int) -> RenderableType:
         says = "; ".join(start.seen.bad.values()) or (
             "as the baseline" if start.configuration else ""
         )
-        row = (doctor.label(start.configuration), str(start.index + 1), says)
+        row = (doctor.starts.label(start.configuration), str(start.index + 1), says)
         table.add_row(
             *(one_line(word) for word in row), Text(state, colours.get(start.seen.state, "yellow"))
         )
-    left = max(0.0, doctor.left())
-    now = f"{doctor.now or 'working'} ({len(starts)} starts so far, {span(left)} left)"
+    left = max(0.0, doctor.starts.left())
+    now = f"{doctor.starts.now or 'working'} ({len(starts)} starts so far, {span(left)} left)"
     return Group(table, Text(one_line(now), no_wrap=True, overflow="ellipsis"))

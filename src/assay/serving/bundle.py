@@ -24,7 +24,7 @@ from typing import Any
 from assay.environment import VERSION, describe
 from assay.errors import AssayError
 from assay.runs import tar_of
-from assay.serving.doctor import Diagnosis
+from assay.serving.diagnosis import Diagnosis
 from assay.serving.launch import gpus
 from assay.serving.symptoms import Observation, see
 from assay.verdict import Finding, Report, Severity, Table, Verdict, jsonable

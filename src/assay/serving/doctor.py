@@ -4,26 +4,20 @@ to use now.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
-import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
-from assay.engines.machine import free_memory
 from assay.errors import AssayError
 from assay.options import DoctorOptions
 from assay.progress import NO_PROGRESS, Progress
-from assay.runs import Kept, cache_dir, source_digest
-from assay.serving.command import ServeCommand, Setting
-from assay.serving.elsewhere import Answered, Asked, Cluster
-from assay.serving.launch import Running, StartFailed, launched, require_disk, tail_of
+from assay.serving.baseline_fault import compare_numbers, reference_of, verify_files
+from assay.serving.command import ServeCommand
+from assay.serving.diagnosis import Diagnosis, Start
+from assay.serving.launch import StartFailed, launched
+from assay.serving.remote import StartAnswer, StartRequest
 from assay.serving.search import (
     RATES,
     VARYING,
@@ -36,173 +30,56 @@ from assay.serving.search import (
     overturned,
     starts_needed,
 )
-from assay.serving.symptoms import (
-    Engaged,
-    Measure,
-    Observation,
-    Seen,
-    engaged,
-    measure,
-    rules_of,
-    see,
-)
-from assay.verdict import Finding, Report, Severity
-
-_FRESH, _SHARED = 24 * 3600.0, 3600.0
-"""Seconds for which a start counts again: in an interrupted run of the same command, and in any
-other run.
-"""
-_MOST_KEPT = 200 << 20
-"""Bytes of starts that are kept."""
-_LOG_KEPT = 30_000
-_SPEED = frozenset({"slower", "throughput"})
-_KEY_ENV = "ASSAY_DOCTOR_KEY"
-"""Where the key that the command itself names is handed to the engine that asks."""
+from assay.serving.starts import SPEED, Starts
+from assay.serving.symptoms import Observation, Seen, engaged, see
+from assay.verdict import Finding, Severity
 
 
-@dataclass(frozen=True)
-class Start:
-    """One start of one configuration and what it showed."""
-
-    configuration: Configuration
-    index: int
-    seen: Seen
-    observation: Observation
-    resumed: bool = False
-
-
-@dataclass
-class Diagnosis:
-    """Everything that a doctor found, for the report."""
-
-    command: ServeCommand
-    options: DoctorOptions
-    baseline: Seen | None = None
-    given: Seen | None = None
-    given_state: State = "undecided"
-    guilty: list[list[str]] = field(default_factory=list)
-    proven: bool = True
-    cannot_run: dict[str, str] = field(default_factory=dict)
-    acquitted: set[str] = field(default_factory=set)
-    rules: frozenset[str] = frozenset()
-    engaged: dict[str, Engaged] = field(default_factory=dict)
-    starts: list[Start] = field(default_factory=list)
-    rungs: list[tuple[Configuration, Observation]] = field(default_factory=list)
-    kept_safe: list[str] = field(default_factory=list)
-    """Settings that the baseline keeps, since it does not start without them."""
-    checkpoint: list[Report] = field(default_factory=list)
-    compared_itself: bool = False
-    """A failing baseline was compared with transformers on the same files."""
-    seconds: float = 0.0
-    out_of_time: bool = False
-    interrupted: bool = False
-    failed: str = ""
-    notices: list[Any] = field(default_factory=list)
-
-    @property
-    def all(self) -> Configuration:
-        """Every setting of the given command that can run."""
-        return frozenset(s.name for s in self.command.settings if s.name not in self.cannot_run)
-
-    def setting(self, name: str) -> Setting:
-        """The setting of a name."""
-        return next(s for s in self.command.settings if s.name == name)
-
-    def of(self, configuration: Configuration) -> Start | None:
-        """The first measured start of a configuration."""
-        starts = [
-            s for s in self.starts if s.configuration == configuration and not s.observation.failed
-        ]
-        return starts[0] if starts else None
-
-    @property
-    def launches(self) -> int:
-        """Servers that this run started."""
-        return sum(not s.resumed for s in self.starts)
-
-
-def start_elsewhere(asked: Asked) -> Answered:
+def remote_start(asked: StartRequest) -> StartAnswer:
     """Launch and measure one start in this process, for a doctor on another machine."""
     doctor = Doctor(asked.command, asked.options, NO_PROGRESS)
-    require_disk(doctor.folder)
-    doctor.baseline, doctor.rules, doctor.until = (
-        asked.baseline,
-        asked.symptom,
-        time.monotonic() + asked.left,
-    )
+    starts, found = doctor.starts, doctor.found
+    starts.require_room()
+    starts.baseline, starts.rules = asked.baseline, asked.symptom
+    starts.until = time.monotonic() + asked.left
     observation = None
     with suppress(OutOfTime):
-        observation = doctor._launch(asked.configuration, asked.index, asked.rules, asked.number)
-    found = doctor.found
-    return Answered(observation, found.checkpoint, found.compared_itself, found.notices)
+        observation = starts.launch(asked.configuration, asked.index, asked.rules, asked.number)
+    return StartAnswer(observation, found.checkpoint, found.compared_itself, found.notices)
 
 
 class Doctor:
-    """One run: the clock, what is kept, and the launches."""
+    """One run: decides what to start next, and what the starts prove."""
 
     def __init__(self, command: ServeCommand, options: DoctorOptions, progress: Progress) -> None:
         self.options, self.progress = options, progress
         self.found = Diagnosis(command, options)
-        self.until = time.monotonic() + 60 * options.budget
-        about = [
-            command.start,
-            command.fixed,
-            [(s.name, s.words, s.value) for s in command.settings],
-            command.environment,
-            _identity(command),
-            options.facts(),
-            _measured_by(),
-        ]
-        self.name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-        self.folder = cache_dir(f"doctor/{self.name}")
-        # A start is kept by the command line that was started, so that commands share their
-        # baseline.
-        how = [options.seconds, options.concurrency, options.seed, options.tools]
-        self.kept = Kept(cache_dir("doctor/starts"), [_identity(command), how, _measured_by()])
-        self.since = time.time() if options.fresh else 0.0
-        self.drafts = any(s.safe.kind == "draft" for s in command.settings)
-        self.how = Measure(options.seconds, options.concurrency, options.seed, options.tools)
-        self.bench = Bench(self._start, ahead=self._ahead)
-        self.rules: frozenset[str] = rules_of(options.symptom)
-        self.key_env = options.api_key_env
-        if self.key_env is None and (own := _own_key(command)):
-            self.key_env = _KEY_ENV
-            os.environ[_KEY_ENV] = own
-        self.baseline: Observation | None = None
+        self.starts = Starts(self.found, progress, self._compare)
+        self.bench = Bench(self._start, ahead=self.starts.ahead)
         self.steadied = False
-        self.cluster: Cluster | None = None
-        self._came: set[tuple[Configuration, int]] = set()
-        """Starts that ran ahead of their turn in this run."""
-        self.now = ""
-        """What is done at the moment, for the table that is shown while the doctor runs."""
-
-    def say(self, line: str) -> None:
-        """Tell one line."""
-        with self.progress(line, 0):
-            pass
 
     def _start(self, configuration: Configuration, index: int) -> State:
-        observation, resumed = self.observe(configuration, index)
-        seen = see(observation, self.baseline, self.rules, self.options.slower)
+        observation, resumed = self.starts.observe(configuration, index)
+        seen = see(observation, self.starts.baseline, self.starts.rules, self.options.slower)
         # The baseline is timed (again) where only speed is bad, or where it was not timed and this
         # start was.
         base, timed = (
-            self.baseline,
-            len(observation.speeds) >= 3 and "slower" in (self.rules or _SPEED),
+            self.starts.baseline,
+            len(observation.speeds) >= 3 and "slower" in (self.starts.rules or SPEED),
         )
         unsure = (
-            seen.bad.keys() <= _SPEED
+            seen.bad.keys() <= SPEED
             if seen.bad
             else timed and base is not None and len(base.speeds) < 3
         )
         if base is not None and unsure and not self.steadied:
             self._steady()
-            seen = see(observation, self.baseline, self.rules, self.options.slower)
+            seen = see(observation, self.starts.baseline, self.starts.rules, self.options.slower)
         self._add(Start(configuration, index, seen, observation, resumed))
         what = "; ".join(f"{rule}: {says}" for rule, says in seen.bad.items()) or "as the baseline"
-        self.say(
-            f"{self.label(configuration)}, start {index + 1}: {seen.state.replace('_', ' ')}"
-            f"{' (kept from before)' if resumed else ''}, {what[:160]}; {self.left():.0f} s left"
+        self.starts.say(
+            f"{self.starts.label(configuration)}, start {index + 1}: {seen.state.replace('_', ' ')}"
+            f"{' (kept from before)' if resumed else ''}, {what[:160]}; {self.starts.left():.0f} s left"
         )
         return seen.state
 
@@ -223,219 +100,21 @@ class Doctor:
         setting.
         """
         self.steadied = True
-        again, resumed = self.observe(frozenset(), 1, rules=frozenset({"slower"}))
-        if self.baseline is None or again.failed:
+        again, resumed = self.starts.observe(frozenset(), 1, rules=frozenset({"slower"}))
+        if self.starts.baseline is None or again.failed:
             return
-        both = (*self.baseline.record.timed, *again.record.timed)
-        self.baseline = replace(self.baseline, record=replace(self.baseline.record, timed=both))
-        self._add(Start(frozenset(), 1, Seen("good"), again, resumed))
-
-    def left(self) -> float:
-        """Seconds until the budget is spent."""
-        return self.until - time.monotonic()
-
-    def observe(
-        self, configuration: Configuration, index: int, rules: Collection[str] | None = None
-    ) -> tuple[Observation, bool]:
-        """One start: launched and measured, or as it was kept. OutOfTime once the budget is spent."""
-        rules = self.rules if rules is None else rules
-        if (known := self._known(configuration, index, rules)) is not None:
-            ahead = (configuration, index) in self._came
-            self._came.discard((configuration, index))
-            return known, not ahead
-        if self.left() <= 0:
-            raise OutOfTime
-        require_disk(self.folder)
-        self.say(f"{self.label(configuration)}, start {index + 1}: starting")
-        self.now = f"{self.label(configuration)}, start {index + 1}: starting"
-        if self.cluster:
-            observation = self._ask_cluster(configuration, [index], rules)[0]
-        else:
-            observation = self._launch(configuration, index, rules, len(self.found.starts))
-            self._put(configuration, index, rules, observation)
-        self.now = ""
-        return observation, False
-
-    def _known(
-        self, configuration: Configuration, index: int, rules: Collection[str]
-    ) -> Observation | None:
-        # What was measured for all rules serves for some of them too.
-        for wider in (rules, rules_of(self.options.symptom), frozenset()):
-            kept = self.kept.get(self._key(configuration, index, wider))
-            if kept is not None and self._counts(kept):
-                found = Observation.from_json(kept["observation"])
-                # A start that was asked for other things may not have been timed, or at another
-                # hour.
-                if (
-                    rules
-                    and set(rules) <= _SPEED
-                    and wider != rules
-                    and (kept["run"] != self.name or not found.speeds)
-                ):
-                    continue
-                return found
-        return None
-
-    def _put(
-        self, configuration: Configuration, index: int, rules: Collection[str], seen: Observation
-    ) -> None:
-        kept = {"at": time.time(), "run": self.name, "observation": seen.to_json()}
-        self.kept.put(self._key(configuration, index, rules), kept)
-
-    def _ask_cluster(
-        self, configuration: Configuration, indices: Sequence[int], rules: Collection[str]
-    ) -> list[Observation]:
-        """Starts of one configuration at the same time; each is kept as it comes. OutOfTime where
-        one had none left.
-        """
-        assert self.cluster is not None
-        found, seen = self.found, list[Observation]()
-        asked = [
-            Asked(
-                found.command, replace(self.options, ray="", workers=0), configuration, index,
-                len(found.starts) + place, rules, self.rules, self.baseline, self.left(),
-            )
-            for place, index in enumerate(indices)
-        ]  # fmt: skip
-        for index, answered in zip(indices, self.cluster.starts(asked), strict=True):
-            if answered.observation is None:
-                raise OutOfTime
-            self._put(configuration, index, rules, answered.observation)
-            found.checkpoint += answered.compared
-            found.compared_itself |= answered.compared_itself
-            found.notices += answered.notices
-            seen.append(answered.observation)
-        return seen
-
-    def _ahead(self, configuration: Configuration, index: int, count: int) -> None:
-        """Run starts that will be needed at the same time, as many as the cluster takes; their turn
-        finds them kept.
-        """
-        if self.cluster is None or self.left() <= 0:
-            return
-        wanted = range(index, index + min(count, self.cluster.size))
-        todo = [
-            number for number in wanted if self._known(configuration, number, self.rules) is None
-        ]
-        if len(todo) > 1:
-            self.now = (
-                f"{self.label(configuration)}, starts {todo[0] + 1} to {todo[-1] + 1}: at the same"
-                " time"
-            )
-            self.say(self.now)
-            self._ask_cluster(configuration, todo, self.rules)
-            self._came |= {(configuration, number) for number in todo}
-            self.now = ""
-
-    def _key(self, configuration: Configuration, index: int, rules: Collection[str]) -> list[Any]:
-        """What a start is kept by: the command line, and what it was measured for and against."""
-        command = self.found.command
-        against = None if self.baseline is None else command.words(frozenset(), "PORT")
-        # Speed is that of the hour: it is compared within one run.
-        own = self.name if rules and set(rules) <= _SPEED else ""
-        variables = sorted(command.variables(configuration).items())
-        return [command.words(configuration, "PORT"), variables, index, sorted(rules), against, own]
-
-    def _counts(self, kept: Mapping[str, Any]) -> bool:
-        """Whether a kept start still counts; a server that did not start may do so the next time."""
-        done = self.folder / "done"
-        ended = done.stat().st_mtime if done.exists() else 0.0
-        if kept["at"] < self.since:
-            return False
-        if kept["run"] == self.name and kept["at"] > ended:
-            return bool(time.time() - kept["at"] < _FRESH)
-        return time.time() - kept["at"] < _SHARED and not kept["observation"]["failed"]
-
-    def _launch(
-        self, configuration: Configuration, index: int, rules: Collection[str], number: int
-    ) -> Observation:
-        command, options, label = self.found.command, self.options, self.label(configuration)
-        from assay.engines.server.engine import read_key
-
-        digest = hashlib.sha256(repr(sorted(configuration)).encode()).hexdigest()[:8]
-        log = self.folder / f"{number:03}-{digest}-{index}.log"
-        try:
-            timeout = min(options.start_timeout, max(10.0, self.left()))
-            with launched(
-                command, configuration, log, timeout=timeout, health=options.health,
-                api_key=read_key(self.key_env), lock=options.start_lock,
-            ) as running:  # fmt: skip
-                self.now = (
-                    f"{label}, start {index + 1}: asking, it started in {running.seconds:.0f} s"
-                )
-                seen = self._measure(running, index, rules, configuration)
-                died = running.ends() if seen.said else not running.alive()
-                if not configuration and not died and see(seen, None, self.rules).state == "bad":
-                    self._compare(
-                        running.url
-                    )  # while it runs: another start would take as long again
-                return replace(
-                    seen,
-                    start_s=running.seconds,
-                    log=tail_of(log, _LOG_KEPT, _LOG_KEPT),
-                    died=died,
-                    said=(
-                        seen.said
-                        if not died
-                        else f"the server ended while it was asked: {seen.said}"
-                    ),
-                )
-        except StartFailed as failed:
-            if failed.kind == "silent" and self.left() <= 1 and number:
-                raise OutOfTime from failed
-            return Observation(failed=failed.kind, said=failed.said, log=tail_of(log, _LOG_KEPT))
-
-    def _measure(
-        self, running: Running, index: int, rules: Collection[str], configuration: Configuration
-    ) -> Observation:
-        # A start that took long is worth a longer look, longer still while it is unclear: another
-        # one takes as long again.
-        seconds = max(5.0, min(max(self.how.seconds, running.seconds / 2), self.left()))
-        how = replace(
-            self.how, seconds=seconds, longer=max(0.0, min(running.seconds, self.left() - seconds))
+        both = (*self.starts.baseline.record.timed, *again.record.timed)
+        self.starts.baseline = replace(
+            self.starts.baseline, record=replace(self.starts.baseline.record, timed=both)
         )
-        kinds = {s.safe.kind for s in self._settings(configuration)}
-        try:
-            return measure(
-                running.url,
-                how,
-                index,
-                rules,
-                self.baseline,
-                kinds=kinds,
-                first=self.drafts,
-                log=running.log,
-                api_key_env=self.key_env,
-                model=self.found.command.asked(configuration),
-            )
-        except AssayError as error:
-            if running.ends():
-                return Observation(said=error.message)
-            return Observation(failed="silent", said=error.message)
-
-    def _settings(self, configuration: Collection[str]) -> list[Setting]:
-        return [s for s in self.found.command.settings if s.name in configuration]
-
-    def label(self, configuration: Configuration) -> str:
-        """A configuration in a few words."""
-        everything = self.found.all
-        if not configuration:
-            return "baseline"
-        if configuration == everything:
-            return "given command"
-        missing = everything - configuration
-        if len(missing) < len(configuration):
-            return f"without {', '.join(sorted(missing))}"
-        return f"with {', '.join(sorted(configuration))}"
-
-    # What is found out.
+        self._add(Start(frozenset(), 1, Seen("good"), again, resumed))
 
     def run(self) -> Diagnosis:
         """Baseline, given command, guilty sets, acquittal, ladder; what was measured stays when it
         is cut off.
         """
         began = time.monotonic()
-        self.until = (
+        self.starts.until = (
             began + 60 * self.options.budget
         )  # not from when it began to wait for another doctor
         try:
@@ -449,15 +128,12 @@ class Doctor:
                 raise
             self.found.failed = error.message
             self.found.notices.append(error.to_finding())
-        self.found.rules = self.rules
+        self.found.rules = self.starts.rules
         self._engagement()
         self.found.seconds = time.monotonic() - began
-        self.found.notices += self.kept.notices("server")
+        self.found.notices += self.starts.kept.notices("server")
         decided = not (self.found.out_of_time or self.found.interrupted or self.found.failed)
-        if decided and not self.found.notices:
-            with suppress(OSError):
-                (self.folder / "done").touch()
-        self.kept.trim(_MOST_KEPT)
+        self.starts.close(decided and not self.found.notices)
         return self.found
 
     def _examine(self) -> None:
@@ -470,7 +146,7 @@ class Doctor:
         everything = found.all
         if not everything:
             found.given, found.given_state = found.baseline, "good"
-            found.rungs.append((frozenset(), self.baseline or Observation()))
+            found.rungs.append((frozenset(), self.starts.baseline or Observation()))
             return
         state = self._given()
         if state == "cannot_run":
@@ -491,22 +167,24 @@ class Doctor:
         if nothing starts.
         """
         found = self.found
-        observation, resumed = self.observe(frozenset(), 0)
+        observation, resumed = self.starts.observe(frozenset(), 0)
         found.starts.append(
-            Start(frozenset(), 0, see(observation, None, self.rules), observation, resumed)
+            Start(frozenset(), 0, see(observation, None, self.starts.rules), observation, resumed)
         )
         if observation.failed == "memory":  # another process may have had it for a moment
-            observation, resumed = self.observe(frozenset(), 1)
+            observation, resumed = self.starts.observe(frozenset(), 1)
             found.starts.append(
-                Start(frozenset(), 1, see(observation, None, self.rules), observation, resumed)
+                Start(
+                    frozenset(), 1, see(observation, None, self.starts.rules), observation, resumed
+                )
             )
         if observation.failed:
-            self.say(f"baseline does not start: {observation.said[:200]}")
+            self.starts.say(f"baseline does not start: {observation.said[:200]}")
             needed = [s.name for s in found.command.settings if s.safe.needed]
             for kept in [[n] for n in needed] + ([needed] if len(needed) > 1 else []):
-                again, resumed = self.observe(frozenset(kept), 0)
+                again, resumed = self.starts.observe(frozenset(kept), 0)
                 found.starts.append(
-                    Start(frozenset(kept), 0, see(again, None, self.rules), again, resumed)
+                    Start(frozenset(kept), 0, see(again, None, self.starts.rules), again, resumed)
                 )
                 if not again.failed:
                     found.kept_safe = kept
@@ -515,10 +193,12 @@ class Doctor:
                     break
             else:
                 everything = found.all
-                given, resumed = self.observe(everything, 0) if everything else (observation, True)
+                given, resumed = (
+                    self.starts.observe(everything, 0) if everything else (observation, True)
+                )
                 if everything:
                     found.starts.append(
-                        Start(everything, 0, see(given, None, self.rules), given, resumed)
+                        Start(everything, 0, see(given, None, self.starts.rules), given, resumed)
                     )
                 if given.failed or not everything:
                     found.failed = (
@@ -526,15 +206,15 @@ class Doctor:
                         f" {(given.said if given.failed else observation.said)[:300]}"
                     )
                 else:
-                    found.given = see(given, None, self.rules)
+                    found.given = see(given, None, self.starts.rules)
                     found.failed = ""
                     found.notices.append(_no_baseline(observation.said))
                 return False
-        self.baseline = None if see(observation, None).state == "bad" else observation
-        found.baseline = see(observation, None, self.rules)
+        self.starts.baseline = None if see(observation, None).state == "bad" else observation
+        found.baseline = see(observation, None, self.starts.rules)
         if found.baseline.state == "undecided":
             found.baseline = Seen("good")
-            self.baseline = observation
+            self.starts.baseline = observation
         return True
 
     def _keep(self, names: Collection[str]) -> None:
@@ -562,7 +242,9 @@ class Doctor:
         tally_bad = tally_good = cannot = unclear = 0
         while True:
             if tally_good and not tally_bad:  # a good command needs them all, and so far it is one
-                self._ahead(everything, self.bench.tallies[everything].starts, needed - tally_good)
+                self.starts.ahead(
+                    everything, self.bench.tallies[everything].starts, needed - tally_good
+                )
             state = self.bench.once(everything)
             last = found.starts[-1]
             if state == "cannot_run":
@@ -591,10 +273,10 @@ class Doctor:
                 if unclear >= 3:
                     return "undecided"
         assert found.given is not None
-        self.rules = frozenset(found.given.bad)
-        if last.seen.certain and self.rules - _SPEED:
-            self.rules -= (
-                _SPEED  # the speed of text that is broken says nothing, and it varies more
+        self.starts.rules = frozenset(found.given.bad)
+        if last.seen.certain and self.starts.rules - SPEED:
+            self.starts.rules -= (
+                SPEED  # the speed of text that is broken says nothing, and it varies more
             )
         sure = last.seen.certain and not tally_good
         self.bench.rates = Rates(dict(RATES if sure else VARYING)).after(tally_bad, tally_good)
@@ -609,9 +291,9 @@ class Doctor:
         """
         setting = self.found.setting(name)
         weight = setting.safe.suspicion
-        if self.rules <= {"slower", "speculation"}:
+        if self.starts.rules <= {"slower", "speculation"}:
             weight *= 5 if setting.safe.kind == "draft" else 1
-        if self.rules & {"prompts"}:
+        if self.starts.rules & {"prompts"}:
             weight *= 5 if "template" in name or "tokenizer" in name else 1
         return weight
 
@@ -680,12 +362,12 @@ class Doctor:
         safe = self._complement()
         if (
             self.options.ladder
-            and self.baseline is not None
-            and self.baseline.speed is None
-            and self.left() > 30
+            and self.starts.baseline is not None
+            and self.starts.baseline.speed is None
+            and self.starts.left() > 30
         ):
             self._steady()
-        base = self.baseline or Observation()
+        base = self.starts.baseline or Observation()
         if base.speed is not None:
             found.rungs.append((frozenset(), base))
         wanted = [safe] if safe else []
@@ -707,13 +389,13 @@ class Doctor:
                 None,
             )
             if kept is None:
-                if self.left() < 30:
+                if self.starts.left() < 30:
                     break
                 # All of them together were found as good as the baseline: what is left is to time
                 # them.
                 index = sum(s.configuration == configuration for s in found.starts)
-                kept, resumed = self.observe(configuration, index, rules=_SPEED)
-                seen = see(kept, self.baseline, {"throughput"})
+                kept, resumed = self.starts.observe(configuration, index, rules=SPEED)
+                seen = see(kept, self.starts.baseline, {"throughput"})
                 found.starts.append(Start(configuration, index, seen, kept, resumed))
                 if seen.state != "good":
                     continue
@@ -738,70 +420,31 @@ class Doctor:
 
     def _checkpoint(self) -> None:
         """The baseline itself fails: look at the files, then at the numbers."""
-        model = self.found.command.model
-        path = Path(model).expanduser() if model else None
-        if path is None or not path.exists():
+        starts, found = self.starts, self.found
+        starts.now = "the baseline fails: verifying the checkpoint"
+        starts.say(starts.now)
+        if not verify_files(found):
             return
-        from assay.checkpoint.options import VerifyOptions
-        from assay.checkpoint.verify import verify
-
-        self.now = "the baseline fails: verifying the checkpoint"
-        self.say(self.now)
-        with suppress(AssayError):
-            self.found.checkpoint.insert(
-                0, verify(str(path), VerifyOptions(values=True, allow_unverified=True))
-            )
-        if (
-            self.cluster
-            or self.reference() is None
-            or len(self.found.checkpoint) > 1
-            or self.left() < 60
-        ):
+        compared = len(found.checkpoint) > 1
+        if starts.cluster or compared or reference_of(found) is None or starts.left() < 60:
             return
-        log = self.folder / "compare.log"
+        log = starts.folder / "compare.log"
         with (
             suppress(StartFailed),
             launched(
-                self.found.command, frozenset(), log, timeout=self.options.start_timeout
+                found.command, frozenset(), log, timeout=self.options.start_timeout
             ) as running,
         ):
             self._compare(running.url)
 
-    def reference(self) -> str | None:
-        """The model to compare a failing baseline with: the named one, else transformers on the
-        same files, if they fit.
-        """
-        path = Path(self.found.command.model or "").expanduser()
-        if self.options.reference_engine or not (path / "config.json").is_file():
-            return self.options.reference_engine
-        size = sum(f.stat().st_size for f in path.glob("*.safetensors"))
-        fits = 0 < 4 * size < free_memory()  # weights in float32, and room to work
-        return f"hf:{path}" if fits and find_spec("transformers") and find_spec("torch") else None
-
     def _compare(self, url: str) -> None:
-        """The numbers of a failing baseline beside a trusted engine's."""
-        engine = self.reference()
-        if engine is None or self.left() < 30:
+        """The numbers of a failing baseline beside a trusted engine's, while there is time."""
+        engine = reference_of(self.found)
+        if engine is None or self.starts.left() < 30:
             return
-        from assay.fidelity.compare import run_compare
-        from assay.fidelity.plan import plan_from
-
-        self.now = f"the baseline fails: comparing it with {engine}"
-        self.say(self.now)
-        try:
-            plan = plan_from(
-                {"reference": engine, "candidates": [url]},
-                {"windows": 8, "length": 256, "floors": False},
-                where="doctor",
-            )
-            self.found.checkpoint.append(run_compare(plan, self.progress))
-            named = Path(engine.removeprefix("hf:").partition("?")[0]).expanduser()
-            own = Path(self.found.command.model or "").expanduser()
-            self.found.compared_itself = (
-                engine.startswith("hf:") and named.resolve() == own.resolve()
-            )
-        except AssayError as error:
-            self.found.notices.append(replace(error.to_finding(), severity=Severity.WARNING))
+        self.starts.now = f"the baseline fails: comparing it with {engine}"
+        self.starts.say(self.starts.now)
+        compare_numbers(self.found, url, self.progress)
 
 
 def _names(name: str, words: Sequence[str], said: str) -> bool:
@@ -811,12 +454,7 @@ def _names(name: str, words: Sequence[str], said: str) -> bool:
     )
 
 
-def _own_key(command: ServeCommand) -> str | None:
-    words = [*command.start, *command.fixed, *command.port_words]
-    return words[words.index("--api-key") + 1] if "--api-key" in words[:-1] else None
-
-
-def _no_baseline(said: str) -> Any:
+def _no_baseline(said: str) -> Finding:
     return Finding(
         "server.no_baseline",
         Severity.WARNING,
@@ -827,21 +465,3 @@ def _no_baseline(said: str) -> Any:
             "assay check the running server with --reference-engine",
         ),
     )
-
-
-def _measured_by() -> str:
-    """Hash of the source that launches and asks: what it measured before may be another thing."""
-    return source_digest("coherence", "serving/symptoms.py", "serving/launch.py")
-
-
-def _identity(command: ServeCommand) -> list[Any]:
-    """What tells whether program and model are still the same: times and sizes of their files."""
-    found: list[Any] = []
-    for name in (*map(shutil.which, command.start), command.model):
-        path = Path(name).expanduser() if name else None
-        if path and path.exists():
-            files = sorted(path.iterdir()) if path.is_dir() else [path]
-            found += [
-                [f.name, f.stat().st_size, int(f.stat().st_mtime)] for f in files if f.is_file()
-            ][:200]
-    return found

@@ -1,5 +1,7 @@
-"""Starts that run on other machines: what is asked for, what comes back, and who does it
-(`assay.serving.elsewhere`).
+"""Starts on a Ray cluster: a worker launches a configuration on its node and asks it there.
+
+The doctor decides and keeps what was measured, as it does without Ray; a worker gives one start at
+a time. Workers find the doctor's function by import path.
 """
 
 from __future__ import annotations
@@ -8,81 +10,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from assay.engines.ray_scorer import Actor, Needs, Pool
 from assay.engines.ray_worker import Opened, Refusal, Worker, _answer, _function, model_files
 from assay.environment import describe, measured_on
 from assay.errors import AssayError, UsageError
-from assay.options import DoctorOptions
 from assay.progress import Progress
-from assay.serving.command import ServeCommand
-from assay.serving.search import Configuration
-from assay.serving.symptoms import Observation
-from assay.verdict import Finding, Report
 
-
-@dataclass(frozen=True)
-class Asked:
-    """One start, as a process on another machine is asked for it. `left`: seconds of the budget."""
-
-    command: ServeCommand
-    options: DoctorOptions
-    configuration: Configuration
-    index: int
-    number: int
-    rules: Collection[str]
-    symptom: frozenset[str]
-    baseline: Observation | None
-    left: float
-
-
-@dataclass(frozen=True)
-class Answered:
-    """What such a start showed (None: out of time), and how a failing baseline compares with a
-    trusted engine.
-    """
-
-    observation: Observation | None
-    compared: Sequence[Report]
-    compared_itself: bool
-    notices: Sequence[Finding]
-
-    @property
-    def version(self) -> str:
-        """Kind and version of the server, as it names itself; empty where it named none."""
-        facts = self.observation.facts if self.observation else {}
-        return f"{facts.get('kind', '')} {facts['version']}" if facts.get("version") else ""
-
-
-class Cluster(Protocol):
-    """Where starts run that do not run here. `size`: how many at the same time."""
-
-    @property
-    def size(self) -> int:
-        """Starts at the same time."""
-
-    def starts(self, asked: Sequence[Asked]) -> Iterator[Answered]:
-        """What each start showed, in their order; AssayError where one cannot be had."""
-
-    def facts(self) -> dict[str, Any]:
-        """What the report says of it."""
-
-    def findings(self) -> list[Finding]:
-        """What was lost on the way."""
-
-
-# Starts on a Ray cluster: a worker launches a configuration on its node and asks it there.
-#
-# The doctor decides and keeps what was measured, as it does without Ray; a worker gives one start
-# at a time. What the doctor hands over and gets back is its own affair: workers find its function
-# by import path.
-
-
-_START = "assay.serving.doctor:start_elsewhere"
+_START = "assay.serving.doctor:remote_start"
 _READ = frozenset(
     {".py", ".sh", ".json", ".jinja", ".gguf", ".safetensors", ".yaml", ".yml", ".toml"}
 )
@@ -183,7 +121,7 @@ def _digest_of(path: str) -> str:
     return model_files(f"file:{path}").get(Path(path).name, "")
 
 
-class Starts(Pool):
+class RayStarts(Pool):
     """Workers of a doctor: one on each node, or one for as many GPUs as the command takes."""
 
     KIND = StartWorker
@@ -217,7 +155,7 @@ class Starts(Pool):
         self._words, self._model = words, command.model
         self.spec = json.dumps(about)
 
-    def __enter__(self) -> Starts:
+    def __enter__(self) -> RayStarts:
         super().__enter__()
         try:
             self._staff(self._needs_of(self.spec))
