@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from assay.errors import AssayError, UsageError
+from assay.secrets import scrub
 from assay.verdict import Finding, Severity
 
 
@@ -69,9 +70,10 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
     """Write `path` so that a reader sees the old file or the whole new one, and nothing is left of
     a failed attempt.
 
-    `sync` waits until the content is on the disk. OSError where it cannot be written.
+    `sync` waits until the content is on the disk. A text is written without the secrets of the run.
+    OSError where it cannot be written.
     """
-    raw = content.encode() if isinstance(content, str) else content
+    raw = scrub(content).encode() if isinstance(content, str) else content
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
     try:
         with os.fdopen(handle, "wb") as file:

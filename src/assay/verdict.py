@@ -16,6 +16,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from assay.plugins import get
+from assay.secrets import scrubbed
 
 SCHEMA = "assay/1"
 
@@ -183,7 +184,9 @@ class Report:
     """What a verb returns.
 
     `results` is the machine-readable answer in plain JSON types, made from whatever typed objects
-    it is given; `headline` has the few figures a person reads first, `blocks` the rest.
+    it is given; `headline` has the few figures a person reads first, `blocks` the rest. Secrets of
+    the run, such as an API key that a server repeats, are taken out of every text here, so that no
+    writer and no caller of the API sees them.
     """
 
     command: str
@@ -202,6 +205,8 @@ class Report:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "results", jsonable(self.results))
+        for each in dataclasses.fields(self):
+            object.__setattr__(self, each.name, scrubbed(getattr(self, each.name)))
         if self.verdict is Verdict.FAIL and not any(
             f.severity is Severity.ERROR for f in self.findings
         ):

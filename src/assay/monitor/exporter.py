@@ -20,6 +20,7 @@ from prometheus_client.core import Metric as Family
 
 from assay.environment import VERSION
 from assay.errors import UsageError
+from assay.secrets import scrubbed
 
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -41,7 +42,7 @@ class _Collector:
 
     def collect(self) -> Iterator[Family]:
         """The metrics of the status as it is now."""
-        yield from families(self.status())
+        yield from families(scrubbed(self.status()))
 
 
 def families(status: Mapping[str, Any]) -> Iterator[Family]:
@@ -148,7 +149,7 @@ class Exporter:
 
             def do_GET(self) -> None:
                 path = self.path.partition("?")[0]
-                now = status()
+                now = scrubbed(status())
                 code, kind, body = 404, "text/plain", b"/metrics, /healthz or /health_generate\n"
                 if path == "/metrics":
                     code, kind, body = 200, CONTENT, generate_latest(registry)

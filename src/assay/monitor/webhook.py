@@ -11,6 +11,7 @@ import httpx
 
 from assay.environment import VERSION
 from assay.errors import UsageError
+from assay.secrets import scrubbed
 
 
 class Webhook:
@@ -34,7 +35,7 @@ class Webhook:
         """Queue a message; the oldest goes where too many wait."""
         while True:
             try:
-                self._queue.put_nowait(message)
+                self._queue.put_nowait(scrubbed(message))
                 return
             except Full:
                 try:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from assay.secrets import scrub
 from assay.verdict import Quote, Report, Severity, Verdict, jsonable
 
 # Zero-width joiners and variation selectors build real letters and emoji. Every other format
@@ -49,8 +50,10 @@ def _shown(char: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` made visible on one line: every run of white space is one space."""
-    return visible(" ".join(text.split()))
+    """`text` made visible on one line, without the secrets of the run: every run of white space is
+    one space.
+    """
+    return visible(" ".join(scrub(text).split()))
 
 
 def cut_middle(text: str, limit: int) -> str:

@@ -272,10 +272,24 @@ class Metrics:
         return dict(found[0].labels) if found else {}
 
 
+MAX_SERIES = 50_000
+"""Lines of a metrics page that are read; large deployments show a few thousand."""
+_MAX_LINE = 1 << 16
+
+
 def parse_metrics(text: str) -> Metrics:
-    """The families in a page of the Prometheus text format; `ValueError` if it is not one."""
+    """Read a page of the Prometheus text format.
+
+    Raises:
+        ValueError: It is not one, or it is larger than any server's.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
+    lines = text.count("\n")
+    if lines > MAX_SERIES:
+        raise ValueError(f"a page of metrics of {lines:,} lines; the limit is {MAX_SERIES:,}")
+    if len(text) > _MAX_LINE and max(map(len, text.split("\n"))) > _MAX_LINE:
+        raise ValueError(f"a page of metrics with a line of more than {_MAX_LINE:,} characters")
     families: dict[str, Family] = {}
     try:
         for parsed in text_string_to_metric_families(text):
@@ -383,12 +397,12 @@ def _one_by_one(send: Callable[[Dialect], Result], dialect: Dialect) -> tuple[Re
 
 def by_prompt(transport: Transport, model: str, text: str) -> tuple[int, ...]:
     """vLLM and SGLang: the text as `prompt`."""
-    return _tokens(transport, {"model": model, "prompt": text, "add_special_tokens": False})
+    return _tokens(transport, text, {"model": model, "prompt": text, "add_special_tokens": False})
 
 
 def by_content(transport: Transport, model: str, text: str) -> tuple[int, ...]:
     """llama.cpp: the text as `content`."""
-    return _tokens(transport, {"content": text, "add_special": False})
+    return _tokens(transport, text, {"content": text, "add_special": False})
 
 
 def detokenize(transport: Transport, model: str, ids: tuple[int, ...]) -> str | None:
@@ -401,9 +415,17 @@ def detokenize(transport: Transport, model: str, ids: tuple[int, ...]) -> str | 
     return as_name(answer.get("prompt", answer.get("content", answer.get("text"))))
 
 
-def _tokens(transport: Transport, body: dict[str, object]) -> tuple[int, ...]:
+_AROUND = 16
+"""Tokens that a server may put around a text, such as its begin and end."""
+
+
+def _tokens(transport: Transport, text: str, body: dict[str, object]) -> tuple[int, ...]:
+    """The ids that a server answers for `text`; no token of a text is shorter than a byte."""
+    most = len(text.encode("utf-8", "replace")) + _AROUND
     url = transport.endpoint.root + "/tokenize"
     tokens = as_object(transport.post_json(url, body)).get("tokens")
+    if isinstance(tokens, list) and len(tokens) > most:
+        raise NotJson(f"{url} answered {len(tokens):,} tokens for a text that has at most {most:,}")
     ids = [as_count(t) for t in tokens] if isinstance(tokens, list) else [None]
     if None in ids:
         raise NotJson(f"{url} answered no list of token ids")

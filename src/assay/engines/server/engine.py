@@ -13,6 +13,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Any
 
+from assay.bounded_json import join_halves
 from assay.engines import (
     Capability,
     CapabilityReport,
@@ -73,6 +74,7 @@ from assay.engines.server.scoring import (
     topk_routes,
 )
 from assay.errors import AssayError, UsageError
+from assay.secrets import register_secret
 
 _ANSWERS_TO_UNLISTED = frozenset({"transformers"})
 """Kinds that list a cache of models and serve another one that was named when they were started."""
@@ -258,7 +260,7 @@ class ServerEngine:
         if timing is None or timing.first_chunk_source == "usage" or tokenizer is None:
             return reply
         try:
-            count = len(tokenizer(self._transport, self.model, assembler.first_text))
+            count = len(tokenizer(self._transport, self.model, join_halves(assembler.first_text)))
         except AssayError:
             return reply
         counted = replace(timing, first_chunk_tokens=max(1, count), first_chunk_source="tokenize")
@@ -442,6 +444,7 @@ def read_key(name: str | None) -> str | None:
             f"the environment variable {name} holds characters that an HTTP header cannot carry",
             remedy="check that it holds the key and nothing else",
         )
+    register_secret(value)
     return value
 
 

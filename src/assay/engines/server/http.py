@@ -8,7 +8,7 @@ errors here, each with its own finding id.
 from __future__ import annotations
 
 import html
-import json
+import math
 import re
 import socket
 import ssl
@@ -24,8 +24,11 @@ from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
 import httpx
 
+from assay.bounded_json import loads
+from assay.engines.server.deadline import keep_deadlines, timeouts
 from assay.environment import VERSION
 from assay.errors import AssayError, InconclusiveError, UsageError
+from assay.secrets import register_secret
 
 # Where a server is: its root and its /v1, out of whatever URL the user gave.
 
@@ -299,13 +302,24 @@ def error_for_status(status: int, url: str, said: str) -> AssayError:
     return RequestRefused(message, status=status, evidence=evidence)
 
 
-def error_for_failure(exc: Exception, url: str, *, answered: bool, seconds: float) -> AssayError:
+def error_for_failure(
+    exc: Exception, url: str, *, answered: bool, seconds: float, total_s: float = math.inf
+) -> AssayError:
     """The error for a request that httpx could not carry out.
 
-    `answered` says whether the answer had begun; `seconds` is how long it was waited for.
+    Args:
+        exc: What httpx raised.
+        url: Where the request went.
+        answered: Whether the answer had begun.
+        seconds: How long the attempt had taken.
+        total_s: How long it was allowed to take in all.
     """
     where = without_credentials(url)
     evidence = {"url": where, "seconds": round(seconds, 3)}
+    if isinstance(exc, httpx.TimeoutException) and seconds >= total_s:
+        return TimedOut(
+            f"{where} had not finished its answer after {total_s:g} s", evidence=evidence
+        )
     if isinstance(exc, httpx.ConnectTimeout | httpx.PoolTimeout):
         return Unreachable(
             f"{where} did not accept a connection within {seconds:.1f} s", evidence=evidence
@@ -409,8 +423,8 @@ def describe_body(body: bytes, secrets: tuple[str, ...] = ()) -> str:
         name = one_line(html.unescape(title.group(1))) if title else ""
         return f"a web page titled {name!r}" if name else "a web page"
     try:
-        message = error_message(json.loads(text))
-    except (ValueError, RecursionError):
+        message = error_message(loads(text))
+    except ValueError:
         message = ""
     return one_line(message or text)
 
@@ -431,10 +445,9 @@ _RESENDS = 2
 class Limits:
     """How long and how much.
 
-    `total_s` bounds one attempt from the first byte sent to the last received; it is checked
-    whenever a piece of the body arrives, so an attempt can take up to one `silence_s` longer. A
-    generated answer in one piece is silent until it is complete, so for it `total_s` bounds the
-    silence too.
+    `total_s` bounds one attempt by the clock, from the first byte sent to the last received,
+    however the bytes between them arrive. A generated answer in one piece is silent until it is
+    complete, so for it `total_s` bounds the silence too.
     """
 
     connect_s: float = 10.0
@@ -480,7 +493,9 @@ class Pieces:
                 yield now, piece
         except httpx.HTTPError as exc:
             waited = time.monotonic() - self.started
-            raise error_for_failure(exc, self.url, answered=True, seconds=waited) from exc
+            raise error_for_failure(
+                exc, self.url, answered=True, seconds=waited, total_s=self._limits.total_s
+            ) from exc
 
 
 def _unpacked(response: httpx.Response, where: str) -> Iterator[bytes]:
@@ -501,6 +516,17 @@ def _trust() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
+_LOCATION = "x-assay-location"
+
+
+def _keep_location(response: httpx.Response) -> None:
+    """Rename the header of a redirect: httpx reads the address in it even if it is not to follow
+    it, and fails in its own way at a wrong one.
+    """
+    if "location" in response.headers:
+        response.headers[_LOCATION] = response.headers.pop("location")
+
+
 class Transport:
     """Requests to one server, from any number of threads."""
 
@@ -516,7 +542,10 @@ class Transport:
         self.endpoint = endpoint
         self._sleep = sleep
         self._origin = origin(endpoint.api)
-        self._secrets = tuple(s for s in (key, (endpoint.credentials or ("", ""))[1]) if s)
+        user, password = endpoint.credentials or ("", "")
+        register_secret(key)
+        register_secret(password, user)
+        self._secrets = tuple(s for s in (key, password) if s)
         headers = {"User-Agent": f"assay/{VERSION}", "Accept-Encoding": "identity"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
@@ -524,16 +553,18 @@ class Transport:
         direct: dict[str, httpx.BaseTransport | None] = {
             f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")
         }
-        self._client = httpx.Client(
+        client = httpx.Client(
             headers=headers,
             auth=auth,
             follow_redirects=False,
+            event_hooks={"response": [_keep_location]},
             mounts=direct,
             verify=_trust(),
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=64, keepalive_expiry=3.0
             ),
         )
+        self._client = keep_deadlines(client)
 
     def close(self) -> None:
         """Close the connections."""
@@ -563,8 +594,8 @@ class Transport:
 
     def _json(self, url: str, body: bytes) -> Any:
         try:
-            return json.loads(body)
-        except (ValueError, RecursionError):
+            return loads(body, numbers="null")
+        except ValueError:
             pass
         text = body[:4096].decode("utf-8", "replace")
         kind = "a web page" if looks_like_html(text) else "something that is not JSON"
@@ -600,7 +631,7 @@ class Transport:
                     if redirects > _MAX_REDIRECTS:
                         raise Redirected(f"{without_credentials(url)} redirects in circles")
                     continue
-                said = self.said(self._error_body(response, started + self.limits.total_s))
+                said = self.said(self._error_body(response))
                 wait = self._refused(url, response, said, attempt, last=attempt + 1 >= attempts)
             attempt += 1
             self._sleep(wait)
@@ -615,18 +646,18 @@ class Transport:
         too.
         """
         resent = 0
-        timeout = httpx.Timeout(
-            min(silence_s, self.limits.total_s), connect=self.limits.connect_s, pool=None
-        )
+        total = self.limits.total_s
         while True:
             started = time.monotonic()
+            waits = timeouts(silence_s, self.limits.connect_s, started + total)
             try:
-                request = self._client.build_request(method, url, json=body, timeout=timeout)
+                request = self._client.build_request(
+                    method, url, json=body, extensions={"timeout": waits}
+                )
                 return started, self._client.send(request, stream=True)
             except (httpx.HTTPError, httpx.InvalidURL) as exc:
-                error = error_for_failure(
-                    exc, url, answered=False, seconds=time.monotonic() - started
-                )
+                waited = time.monotonic() - started
+                error = error_for_failure(exc, url, answered=False, seconds=waited, total_s=total)
                 if not isinstance(error, StreamCut) or resent == _RESENDS:
                     raise error from exc
                 resent += 1
@@ -647,7 +678,7 @@ class Transport:
             raise error_for_status(status, url, said)
         return self.limits.first_backoff_s * 2.0**attempt if asked is None else asked
 
-    def _error_body(self, response: httpx.Response, deadline: float) -> bytes:
+    def _error_body(self, response: httpx.Response) -> bytes:
         """The first bytes of an error's body; what fails while reading them matters less than the
         status.
         """
@@ -655,7 +686,7 @@ class Transport:
         with suppress(httpx.HTTPError, InvalidStream):
             for piece in _unpacked(response, ""):
                 body += piece
-                if len(body) >= _ERROR_BODY or time.monotonic() > deadline:
+                if len(body) >= _ERROR_BODY:
                     break
         return body[:_ERROR_BODY]
 
@@ -663,11 +694,20 @@ class Transport:
         """The URL to go on with; raises for another origin, or where following would change the
         method.
         """
-        location: str = response.headers.get("location", "")
-        target = urljoin(url, location)
-        where, there = without_credentials(url), without_credentials(target)
+        location: str = response.headers.get(_LOCATION, "")
+        where = without_credentials(url)
+        try:
+            target = urljoin(url, location)
+            same = origin(target) == self._origin
+        except ValueError:
+            said = one_line(location)
+            raise Redirected(
+                f"{where} redirects ({response.status_code}) to {said!r}, which is no address",
+                evidence={"status": response.status_code, "url": where, "location": said},
+            ) from None
+        there = without_credentials(target)
         keeps_method = method == "GET" or response.status_code in (307, 308)
-        if origin(target) != self._origin or not keeps_method:
+        if not same or not keeps_method:
             raise Redirected(
                 f"{where} redirects ({response.status_code}) to {there}, which was not followed",
                 evidence={"status": response.status_code, "url": where, "location": there},

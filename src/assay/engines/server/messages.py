@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from assay.bounded_json import join_halves, loads
 from assay.engines import Message, OnText, Reply, Request, TextPiece, Timing, ToolCall
 from assay.engines.server.http import (
     InvalidStream,
@@ -172,7 +173,7 @@ class SseParser:
                 yield data
 
 
-# Single values out of a server's JSON, whatever it put there.
+_LARGEST_COUNT = 2**53
 
 
 def as_object(value: Any) -> Mapping[str, Any]:
@@ -197,10 +198,10 @@ def as_name(value: Any) -> str | None:
 
 
 def as_count(value: Any) -> int | None:
-    """A token count: a whole number of at least 0."""
+    """A token count: a whole number of at least 0 that a float holds exactly."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return int(value) if math.isfinite(value) and value >= 0 and int(value) == value else None
+    return int(value) if 0 <= value <= _LARGEST_COUNT and int(value) == value else None
 
 
 def as_number(value: Any) -> float | None:
@@ -344,7 +345,7 @@ class StreamAssembler:
     @property
     def text(self) -> str:
         """All text so far, reasoning first."""
-        return "".join(self._reasoning) + "".join(self._content)
+        return join_halves("".join(self._reasoning) + "".join(self._content))
 
     def feed(self, chunk: Mapping[str, Any], at: float) -> None:
         """Take one chunk, which arrived at the monotonic time `at`."""
@@ -417,11 +418,11 @@ class StreamAssembler:
                 partial_text=self.text,
             )
         return Reply(
-            content="".join(self._content),
-            reasoning="".join(self._reasoning),
+            content=join_halves("".join(self._content)),
+            reasoning=join_halves("".join(self._reasoning)),
             reasoning_field=self._reasoning_field,
             tool_calls=tuple(
-                ToolCall(call.name, call.arguments, call.id)
+                ToolCall(join_halves(call.name), join_halves(call.arguments), call.id)
                 for _, call in sorted(self._calls.items())
             ),
             finish_reason=self._finish_reason,
@@ -489,8 +490,8 @@ def _take(data: str, at: float, assembler: StreamAssembler, where: str) -> None:
         assembler.is_done = True
         return
     try:
-        chunk = json.loads(text)
-    except (ValueError, RecursionError):
+        chunk = loads(text, numbers="null", halves="keep")
+    except ValueError:
         chunk = None
     if not isinstance(chunk, dict):
         raise InvalidStream(

@@ -232,7 +232,7 @@ def _complete(
     answer = as_object(transport.post_json(transport.endpoint.api + "/completions", body))
     choices = answer.get("choices")
     by_index = (
-        {c.get("index", 0): c for c in choices if isinstance(c, dict)}
+        {as_count(c.get("index", 0)): c for c in choices if isinstance(c, dict)}
         if isinstance(choices, list)
         else {}
     )
@@ -268,9 +268,7 @@ def _ids(values: Any) -> tuple[int, ...] | None:
 
 def _listed(entry: Any) -> dict[int, Any]:
     """Ids and values of one position of vLLM's `prompt_logprobs`."""
-    return {
-        int(k): as_object(v).get("logprob") for k, v in as_object(entry).items() if k.isdecimal()
-    }
+    return {int(k): as_object(v).get("logprob") for k, v in as_object(entry).items() if _is_id(k)}
 
 
 def _same_count(tokens: int, values: int) -> None:
@@ -281,7 +279,12 @@ def _same_count(tokens: int, values: int) -> None:
 def token_id(name: str) -> int | None:
     """`token_id:123` is token 123; a text names no id."""
     kind, _, number = name.partition(":")
-    return as_count(int(number)) if kind == "token_id" and number.isdecimal() else None
+    return int(number) if kind == "token_id" and _is_id(number) else None
+
+
+def _is_id(text: str) -> bool:
+    """Whether `text` writes a token id; Python refuses to read thousands of digits."""
+    return text.isascii() and text.isdecimal() and len(text) < 12
 
 
 # The k likeliest ids beside each token of a prompt: what a server can give of a distribution.
