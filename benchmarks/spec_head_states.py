@@ -97,7 +97,11 @@ def refusal(text: str) -> str:
 
 def _counts(evidence: Evidence) -> dict[str, int | None]:
     record = evidence.record
-    return {"drafts": record.drafts, "drafted": record.drafted, "accepted": record.accepted}
+    return {
+        "drafts": record.counts.drafts,
+        "drafted": record.counts.drafted,
+        "accepted": record.counts.accepted,
+    }
 
 
 def main(arguments: list[str]) -> None:

@@ -138,7 +138,11 @@ def run(name: str, binaries: Path, work: Path) -> dict[str, Any]:
 
 
 def counts(record: Record) -> dict[str, int | None]:
-    return {"drafts": record.drafts, "drafted": record.drafted, "accepted": record.accepted}
+    return {
+        "drafts": record.counts.drafts,
+        "drafted": record.counts.drafted,
+        "accepted": record.counts.accepted,
+    }
 
 
 def main() -> None:

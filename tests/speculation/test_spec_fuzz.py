@@ -44,7 +44,7 @@ def consistent(evidence: Evidence) -> None:
     assert found.reason
     for rate in (record.acceptance_rate, *(record.per_position or ())):
         assert rate is None or rate >= 0
-    assert record.drafted is None or record.drafted >= 0
+    assert record.counts.drafted is None or record.counts.drafted >= 0
     for interval in (*found.positions, *([found.pooled] if found.pooled else [])):
         assert -1e-9 <= interval.lo <= interval.value <= interval.hi <= 1 + 1e-9
 

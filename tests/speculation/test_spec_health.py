@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.speculation.health import Health, assess, judge
+from assay.speculation.observation import Printed
 from assay.speculation.record import Record
 
 
@@ -87,7 +88,7 @@ def test_windows_that_disagree_widen_the_interval() -> None:
         ({"acceptance_rate": 0.3, "tokens_per_step": 2.5}, Health.HEALTHY),
         ({"tokens_per_step": 1.0}, Health.BROKEN),
         ({"tokens_per_step": 1.3}, Health.DEGRADED),
-        ({"multiplier": 1.4}, Health.INSUFFICIENT),
+        ({"printed": Printed(multiplier=1.4)}, Health.INSUFFICIENT),
         ({"per_position": (0.03, 0.0), "acceptance_rate": 0.015}, Health.BROKEN),
         ({"per_position": (0.4,), "acceptance_rate": 0.4}, Health.DEGRADED),
     ],

@@ -71,7 +71,7 @@ def test_one_engine_that_restarts_among_several() -> None:
         1.0,
     )
     assert live.reset
-    assert {k: r.drafts for k, r in live.window.per_engine.items()} == {"0": 100, "1": 90}
+    assert {k: r.counts.drafts for k, r in live.window.per_engine.items()} == {"0": 100, "1": 90}
 
 
 def test_a_server_that_goes_away_between_scrapes() -> None:
@@ -127,7 +127,10 @@ def test_requests_of_our_own_fall_between_the_scrapes() -> None:
         sent = ours()
     assert live.sent is not None and live.sent.requests == 3
     assert sent == 3
-    assert (live.window.record.drafts, live.other_tokens) == (200, max(0, 21 - live.sent.tokens))
+    assert (live.window.record.counts.drafts, live.other_tokens) == (
+        200,
+        max(0, 21 - live.sent.tokens),
+    )
 
 
 def test_files_and_urls_do_not_mix(tmp_path: Any) -> None:

@@ -136,9 +136,13 @@ FORMS = [
 def test_named_figures(form: tuple[str, str, int, int, int | None, int | None]) -> None:
     line, engine, accepted, drafted, drafts, depth = form
     record = lines.read(line).record
-    assert (record.engine, record.accepted, record.drafts) == (engine, accepted, drafts)
-    assert record.num_speculative_tokens == depth or (record.drafted, depth) == (None, 2)
-    assert record.drafted in (drafted, None)
+    assert (record.engine, record.counts.accepted, record.counts.drafts) == (
+        engine,
+        accepted,
+        drafts,
+    )
+    assert record.num_speculative_tokens == depth or (record.counts.drafted, depth) == (None, 2)
+    assert record.counts.drafted in (drafted, None)
 
 
 def test_positions_of_named_lines() -> None:
@@ -162,16 +166,16 @@ def test_totals_and_intervals_are_not_added() -> None:
         row("         ", 630, 1000),
     ]
     record = lines.read(*rows).record
-    assert (record.accepted, record.drafted) == (630, 1000)
-    assert lines.read(rows[0], rows[2]).record.drafted == 200, "intervals alone are added"
+    assert (record.counts.accepted, record.counts.drafted) == (630, 1000)
+    assert lines.read(rows[0], rows[2]).record.counts.drafted == 200, "intervals alone are added"
 
 
 def test_lines_that_only_grow_count_since_start() -> None:
     def row(n: int) -> str:
         return f"mtp: rounds={n} drafted={2 * n} accepted={n}"
 
-    assert lines.read(row(10), row(20), row(45)).record.drafted == 90
-    assert lines.read(row(10), row(45), row(20)).record.drafted == 150
+    assert lines.read(row(10), row(20), row(45)).record.counts.drafted == 90
+    assert lines.read(row(10), row(45), row(20)).record.counts.drafted == 150
 
 
 def test_a_last_line_that_repeats_the_sum_is_left_out() -> None:
@@ -179,7 +183,7 @@ def test_a_last_line_that_repeats_the_sum_is_left_out() -> None:
     assert (
         lines.read(
             *(f"mtp {r}" for r in rows), "mtp all done: drafted=150 accepted=75"
-        ).record.drafted
+        ).record.counts.drafted
         == 150
     )
 
@@ -285,14 +289,14 @@ def test_tables_of_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_two_summaries_are_two_runs() -> None:
-    assert lines.read(*SUMMARIES["bench"], *SUMMARIES["bench"]).record.drafted == 2400
+    assert lines.read(*SUMMARIES["bench"], *SUMMARIES["bench"]).record.counts.drafted == 2400
 
 
 def test_sglang_says_length_only() -> None:
     record = lines.read(
         "Backend:                 sglang", "Accept length:                           2.46"
     ).record
-    assert (record.engine, record.mean_acceptance_length, record.counts) == ("sglang", 2.46, False)
+    assert (record.engine, record.mean_acceptance_length, record.counted) == ("sglang", 2.46, False)
     assert assess(lines.read("Average Accept length: 1.02")).health is Health.BROKEN
 
 
@@ -308,7 +312,7 @@ def test_aggregates_after_a_table_are_not_added() -> None:
         '  "total_draft_accepted": 77,',
         "}",
     ]
-    assert lines.read(*rows, *tail).record.drafted == 110
+    assert lines.read(*rows, *tail).record.counts.drafted == 110
 
 
 @pytest.mark.parametrize(
@@ -327,7 +331,11 @@ def test_documents(
     document: dict[str, Any], engine: str, accepted: int, drafted: int | None
 ) -> None:
     record = lines.read_document(document).record
-    assert (record.engine, record.accepted, record.drafted) == (engine, accepted, drafted)
+    assert (record.engine, record.counts.accepted, record.counts.drafted) == (
+        engine,
+        accepted,
+        drafted,
+    )
 
 
 def test_fastdeploy_counts_bonus_tokens_as_accepted() -> None:
@@ -358,7 +366,7 @@ def test_pages_of_other_engines() -> None:
         ' 300\nmy_http_requests_accepted_total{model="m"} 5\n'
     )
     record = lines.read_metrics(page).record
-    assert (record.accepted, record.drafted, record.drafts) == (700, 900, 450)
+    assert (record.counts.accepted, record.counts.drafted, record.counts.drafts) == (700, 900, 450)
     assert record.positions == ((400, 450), (300, 450))
 
 
@@ -509,7 +517,12 @@ def test_json_of_a_finish_line_and_of_the_average() -> None:
         " 'spec_verify_ct': 25, 'spec_num_correct_drafts': 35, 'spec_num_proposed_drafts': 75}}"
     )
     record = lines.read(row).record
-    assert (record.engine, record.accepted, record.drafted, record.drafts) == ("sglang", 35, 75, 25)
+    assert (record.engine, record.counts.accepted, record.counts.drafted, record.counts.drafts) == (
+        "sglang",
+        35,
+        75,
+        25,
+    )
     state = {"internal_states": [{"avg_spec_accept_length": 2.7, "last_gen_throughput": 80.1}]}
     assert assess(lines.read_document(state)).health is Health.HEALTHY
     assert assess(lines.read("avg_spec_accept_length=1.0")).health is Health.BROKEN

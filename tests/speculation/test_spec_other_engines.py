@@ -13,13 +13,13 @@ class TestSglang:
     def test_lengths_are_weighted_by_running_requests(self) -> None:
         record = lines.read(lines.sglang(3.0, running=3), lines.sglang(2.0, running=1)).record
         assert record.mean_acceptance_length == pytest.approx(2.75)
-        assert not record.counts
+        assert not record.counted
 
     def test_old_rate_is_not_an_acceptance_rate(self) -> None:
         # 0.25 = 1 token / 4 draft tokens: nothing was accepted.
         record = lines.read(lines.sglang(1.0, 0.25)).record
         assert record.acceptance_rate == 0.0
-        assert record.reported_accept_rate == 0.25
+        assert record.printed.reported_rate == 0.25
         assert record.num_speculative_tokens == 3
 
     def test_new_rate(self) -> None:
@@ -54,14 +54,18 @@ class TestSglang:
 
     def test_nothing_accepted_becomes_counts(self) -> None:
         record = lines.read(*(lines.sglang(1.0, 0.0, tokens=500 + 40 * i) for i in range(4))).record
-        assert (record.accepted, record.drafts, record.drafted) == (0, 160, 480)
-        assert record.estimated
+        assert (record.counts.accepted, record.counts.drafts, record.counts.drafted) == (
+            0,
+            160,
+            480,
+        )
+        assert record.counts.estimated
 
     def test_lengths_of_one_without_steady_growth_stay_values(self) -> None:
         record = lines.read(
             lines.sglang(1.0, 0.0, tokens=500), lines.sglang(1.0, 0.0, tokens=7)
         ).record
-        assert record.drafts is None
+        assert record.counts.drafts is None
 
     def test_ranks_are_engines(self) -> None:
         evidence = lines.read(
@@ -74,7 +78,7 @@ class TestSglang:
         meta = {"completion_tokens": 30, "spec_verify_ct": 12, "spec_num_correct_drafts": 18}
         meta |= {"spec_num_proposed_drafts": 36, "spec_correct_drafts_histogram": [3, 3, 3, 3]}
         record = lines.read_document({"text": "x", "meta_info": meta}).record
-        assert (record.accepted, record.drafted, record.drafts) == (18, 36, 12)
+        assert (record.counts.accepted, record.counts.drafted, record.counts.drafts) == (18, 36, 12)
         assert record.positions == ((9, 12), (6, 12), (3, 12))
 
     def test_usage_beside_meta_info_does_not_count_twice(self) -> None:
@@ -91,8 +95,8 @@ class TestSglang:
                 "spec_num_proposed_drafts": 36,
             }
         }
-        assert lines.read_document(both | {"usage": usage}).record.drafted == 36
-        assert lines.read_document({"usage": usage}).record.drafted == 36
+        assert lines.read_document(both | {"usage": usage}).record.counts.drafted == 36
+        assert lines.read_document({"usage": usage}).record.counts.drafted == 36
 
     def test_draft_gauges_are_left_out(self) -> None:
         page = "\n".join(
@@ -113,12 +117,12 @@ class TestLlamaCpp:
             lines.llama_request(30, 50), lines.llama_statistics("draft", 20, 90, 61),
             lines.llama_request(20, 50, "new"), lines.llama_statistics("draft", 40, 190, 121),
         )  # fmt: skip
-        assert (evidence.record.accepted, evidence.record.drafted, evidence.record.drafts) == (
-            50,
-            100,
-            None,
-        )
-        assert evidence.record.per_implementation["draft"] == {
+        assert (
+            evidence.record.counts.accepted,
+            evidence.record.counts.drafted,
+            evidence.record.counts.drafts,
+        ) == (50, 100, None)
+        assert evidence.record.to_json()["per_implementation"]["draft"] == {
             "accepted": 121,
             "drafted": 190,
             "drafts": 40,
@@ -130,7 +134,11 @@ class TestLlamaCpp:
             lines.llama_request(20, 30), lines.llama_statistics("draft-mtp", 40, 80, 50),
         )  # fmt: skip
         record = evidence.record
-        assert (record.drafts, record.num_speculative_tokens, record.accepted) == (40, 2, 50)
+        assert (record.counts.drafts, record.num_speculative_tokens, record.counts.accepted) == (
+            40,
+            2,
+            50,
+        )
         assert record.mean_acceptance_length == pytest.approx(1 + 50 / 40)
 
     def test_tokens_per_step_from_the_eval_line(self) -> None:
@@ -151,19 +159,23 @@ class TestLlamaCpp:
         )
         record = lines.read(line + ", mean len =  3.50").record
         assert record.mean_acceptance_length == pytest.approx(3.5)
-        assert record.drafts is None
+        assert record.counts.drafts is None
 
     def test_command_line_tool(self) -> None:
         record = lines.read(
             "n_draft   = 8", "n_predict = 129", "n_drafted = 160", "n_accept  = 96"
         ).record
-        assert (record.drafted, record.accepted, record.num_speculative_tokens) == (160, 96, 8)
+        assert (record.counts.drafted, record.counts.accepted, record.num_speculative_tokens) == (
+            160,
+            96,
+            8,
+        )
         assert record.tokens_per_step == pytest.approx(129 / 33)
 
     def test_timings(self) -> None:
         body = {"timings": {"predicted_n": 50, "draft_n": 40, "draft_n_accepted": 30}}
         record = lines.read_document(body).record
-        assert (record.drafted, record.accepted) == (40, 30)
+        assert (record.counts.drafted, record.counts.accepted) == (40, 30)
         assert record.tokens_per_step == pytest.approx(2.5)
 
 
@@ -173,14 +185,14 @@ class TestOthers:
             {"timings": {"draft_rounds": 20, "draft_n": 60, "draft_n_accepted": 45}}
         ).record
         assert record.engine == "mlx-vlm"
-        assert (record.drafts, record.mean_acceptance_length) == (20, pytest.approx(3.25))
+        assert (record.counts.drafts, record.mean_acceptance_length) == (20, pytest.approx(3.25))
 
     def test_mlc_slot_zero_is_the_targets_own(self) -> None:
         record = lines.read_document(
             {"draft_count": [200, 200, 180], "accept_count": [200, 150, 90]}
         ).record
         assert record.positions == ((150, 200), (90, 180))
-        assert record.drafted is None
+        assert record.counts.drafted is None
 
     def test_tensorrt_iterations_are_summed(self) -> None:
         iterations = [
@@ -194,12 +206,12 @@ class TestOthers:
             for n in (6, 10)
         ]
         record = lines.read_document(iterations).record
-        assert (record.drafted, record.accepted, record.drafts, record.num_speculative_tokens) == (
-            24,
-            16,
-            8,
-            3,
-        )
+        assert (
+            record.counts.drafted,
+            record.counts.accepted,
+            record.counts.drafts,
+            record.num_speculative_tokens,
+        ) == (24, 16, 8, 3)
 
     @pytest.mark.parametrize("wrap", ["choice", "perf_metrics"])
     def test_tensorrt_requests(self, wrap: str) -> None:
@@ -215,12 +227,16 @@ class TestOthers:
         else:
             body = {"phases": {"server": {"first_iter": 4, "speculative_decoding": own}}}
         record = lines.read_document([body, body]).record
-        assert (record.engine, record.accepted, record.drafted) == ("tensorrt-llm", 66, 120)
+        assert (record.engine, record.counts.accepted, record.counts.drafted) == (
+            "tensorrt-llm",
+            66,
+            120,
+        )
         if wrap == "choice":
             assert record.positions == ((30, 40), (26, 40), (10, 40))
             assert record.mean_acceptance_length == pytest.approx(2.65)
         else:
-            assert (record.drafts, record.mean_acceptance_length) == (None, None)
+            assert (record.counts.drafts, record.mean_acceptance_length) == (None, None)
 
     def test_tensorrt_average_of_a_choice(self) -> None:
         def choice(length: float) -> dict[str, Any]:
@@ -241,9 +257,12 @@ class TestOthers:
             )
 
         evidence = lines.read_metrics(page(900, 30), page(1800, 660))
-        assert (evidence.record.drafted, evidence.record.accepted) == (1800, 660)
-        assert evidence.record.drafts is None
-        assert [(w.drafted, w.accepted) for w in evidence.windows] == [(900, 30), (900, 630)]
+        assert (evidence.record.counts.drafted, evidence.record.counts.accepted) == (1800, 660)
+        assert evidence.record.counts.drafts is None
+        assert [(w.counts.drafted, w.counts.accepted) for w in evidence.windows] == [
+            (900, 30),
+            (900, 630),
+        ]
 
     def test_tensorrt_lengths_without_weights_are_not_averaged(self) -> None:
         evidence = lines.read(
@@ -256,11 +275,11 @@ class TestOthers:
         evidence = lines.read(
             "spec-ngram: req 5 gave up (acceptance-poor: verifies=9 accepted=1/9 misses=8)"
         )
-        assert (evidence.record.drafts, evidence.record.accepted) == (9, 1)
+        assert (evidence.record.counts.drafts, evidence.record.counts.accepted) == (9, 1)
         assert assess(evidence).health is Health.INSUFFICIENT
 
     def test_engines_in_one_log_are_judged_apart(self) -> None:
         evidence = lines.read(lines.vllm_v1([90, 60], 100), lines.llama_request(2, 60))
         assert evidence.record.engine == "vllm"
-        assert evidence.per_engine["llama.cpp"].drafted == 60
-        assert evidence.record.drafted == 200
+        assert evidence.per_engine["llama.cpp"].counts.drafted == 60
+        assert evidence.record.counts.drafted == 200

@@ -157,7 +157,7 @@ def test_position_0_from_lifetime_statistics() -> None:
     found = assess(evidence)
     assert (found.health, found.basis) == (Health.HEALTHY, "position 0, since start")
     assert found.rate is not None and found.rate.value == pytest.approx(380 / 600)
-    assert (evidence.record.accepted, evidence.record.drafted) == (70, 900)
+    assert (evidence.record.counts.accepted, evidence.record.counts.drafted) == (70, 900)
     worth = benefit(evidence.record, Cost(0.1, "assumed"), lifetime=evidence.lifetime)
     assert worth is not None and worth.too_deep and worth.depth == 15 and worth.best <= 3
 

@@ -37,11 +37,14 @@ def test_log_page_and_responses_agree_to_the_token(run: str) -> None:
     window = between(before, after, 1.0).window.record
     log, responses = record(f"{run}.log"), record(f"{run}.json")
     assert (
-        (log.drafted, log.accepted)
-        == (responses.drafted, responses.accepted)
-        == (window.drafted, window.accepted)
+        (log.counts.drafted, log.counts.accepted)
+        == (responses.counts.drafted, responses.counts.accepted)
+        == (window.counts.drafted, window.counts.accepted)
     )
-    assert window.positions is not None and sum(a for a, _ in window.positions) == window.accepted
+    assert (
+        window.positions is not None
+        and sum(a for a, _ in window.positions) == window.counts.accepted
+    )
     # The log prints lengths with two decimals, the page counts drafts.
     assert log.tokens_per_step == pytest.approx(window.tokens_per_step, abs=0.01)
 
@@ -99,8 +102,12 @@ def test_a_live_llama_cpp_agrees_with_its_log_and_its_responses(tmp_path: Path) 
         report = examine([str(server.log)])
     own, log = combine(responses.settled()).record, report.results["record"]
     assert (
-        (own.drafted, own.accepted)
-        == (window.drafted, window.accepted)
+        (own.counts.drafted, own.counts.accepted)
+        == (window.counts.drafted, window.counts.accepted)
         == (log["drafted"], log["accepted"])
     )
-    assert own.drafted and own.accepted and own.accepted >= 0.8 * own.drafted
+    assert (
+        own.counts.drafted
+        and own.counts.accepted
+        and own.counts.accepted >= 0.8 * own.counts.drafted
+    )

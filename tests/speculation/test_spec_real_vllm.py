@@ -32,7 +32,11 @@ def record(name: str) -> Record:
 @pytest.mark.parametrize("run", RUNS)
 def test_log_and_page_agree_to_the_token(run: str) -> None:
     log, page = record(f"{run}.log"), record(f"{run}.prom")
-    assert (log.drafts, log.drafted, log.accepted) == (page.drafts, page.drafted, page.accepted)
+    assert (log.counts.drafts, log.counts.drafted, log.counts.accepted) == (
+        page.counts.drafts,
+        page.counts.drafted,
+        page.counts.accepted,
+    )
     assert log.positions == page.positions
     assert log.windows >= 10
 
@@ -43,8 +47,8 @@ def test_responses_agree_with_the_window_between_the_pages(run: str) -> None:
         (DATA / f"vllm_0_32_{run}.{kind}").read_text() for kind in ("before.prom", "prom")
     )
     window, responses = between(before, after, 1.0).window.record, record(f"{run}.json")
-    assert (window.drafts, window.drafted, window.accepted) == (
-        responses.drafts, responses.drafted, responses.accepted,
+    assert (window.counts.drafts, window.counts.drafted, window.counts.accepted) == (
+        responses.counts.drafts, responses.counts.drafted, responses.counts.accepted,
     )  # fmt: skip
     assert window.positions == responses.positions
 
@@ -93,7 +97,7 @@ def test_a_live_server_its_log_and_its_responses_agree() -> None:
     ]  # fmt: skip
 
     def counts(own: Record) -> tuple[object, ...]:
-        return own.drafts, own.drafted, own.accepted, own.positions
+        return own.counts.drafts, own.counts.drafted, own.counts.accepted, own.positions
 
     with vllm_server(
         model,
@@ -121,7 +125,7 @@ def test_a_live_server_its_log_and_its_responses_agree() -> None:
                 )
             window = between(before, page(), 1.0).window.record
             assert counts(window) == counts(combine(responses.settled()).record)
-            assert window.drafts and window.drafts > 30
+            assert window.counts.drafts and window.counts.drafts > 30
 
             report = examine([server.url], SpecOptions(interval=2.0, requests=2))
             assert report.results["health"] == "healthy" and report.exit_code == 0

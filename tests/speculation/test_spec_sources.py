@@ -59,7 +59,7 @@ def write(path: Path, data: bytes) -> str:
 )
 def test_encodings_and_compressions(tmp_path: Path, name: str, data: bytes) -> None:
     record = record_of(write(tmp_path / name, data))
-    assert (record.accepted, record.drafted, record.drafts) == (130, 200, 100)
+    assert (record.counts.accepted, record.counts.drafted, record.counts.drafts) == (130, 200, 100)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_encodings_and_compressions(tmp_path: Path, name: str, data: bytes) -> N
 def test_what_containers_and_terminals_add(wrap: object, tmp_path: Path) -> None:
     rows = [lines.vllm_v1([80, 50], 100), lines.llama_request(5, 9)][:1]
     text = "\n".join(wrap(r) for r in rows)  # type: ignore[operator]
-    assert record_of(write(tmp_path / "log", text.encode())).accepted == 130
+    assert record_of(write(tmp_path / "log", text.encode())).counts.accepted == 130
 
 
 def test_compose_services_are_engines(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_compose_services_are_engines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [LOG.encode(), packed(LOG.encode()), LOG.encode("utf-16")])
 def test_standard_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(data))))
-    assert record_of("-").accepted == 130
+    assert record_of("-").counts.accepted == 130
 
 
 def test_rotated_parts_are_read_oldest_first(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_rotated_parts_are_read_oldest_first(tmp_path: Path) -> None:
     # V0 counts since start: in the wrong order the older part would look like a restart.
     newer = write(tmp_path / "v.log", (lines.vllm_v0(100, 180, 150, 3) + "\n").encode())
     older = write(tmp_path / "v.log.1.gz", packed((lines.vllm_v0(50, 90, 70, 3) + "\n").encode()))
-    assert record_of(newer, older).drafted == 180
+    assert record_of(newer, older).counts.drafted == 180
 
 
 def test_json_in_all_its_wrappings(tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_json_in_all_its_wrappings(tmp_path: Path) -> None:
     ]
     for i, text in enumerate(cases):
         record = record_of(write(tmp_path / f"{i}.json", text.encode()))
-        assert (record.drafted, record.accepted) == (40, 30), text
+        assert (record.counts.drafted, record.counts.accepted) == (40, 30), text
     two = write(tmp_path / "two.jsonl", (json.dumps(one) + "\n" + json.dumps(one) + "\n").encode())
-    assert record_of(two).drafted == 80
+    assert record_of(two).counts.drafted == 80
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_structured_logs(tmp_path: Path, shape: str, monkeypatch: pytest.MonkeyP
             text = json.dumps({"data": {"result": [{"values": [["17", row] for row in rows]}]}})
     if shape == "large":
         monkeypatch.setattr("assay.speculation.sources.HEAD", 256)
-    assert record_of(str(write(tmp_path / "log", text.encode()))).accepted == 420
+    assert record_of(str(write(tmp_path / "log", text.encode()))).counts.accepted == 420
 
 
 def test_what_a_model_wrote_about_drafts_is_not_evidence(tmp_path: Path) -> None:
@@ -273,13 +273,13 @@ def test_what_a_model_wrote_about_drafts_is_not_evidence(tmp_path: Path) -> None
 
 def test_a_log_that_begins_with_json_is_a_log(tmp_path: Path) -> None:
     text = '{"args": {"port": 8000}}\n' + LOG
-    assert record_of(str(write(tmp_path / "log", text.encode()))).accepted == 130
+    assert record_of(str(write(tmp_path / "log", text.encode()))).counts.accepted == 130
 
 
 def test_scrapes_collected_in_one_file_are_totals_not_summands(tmp_path: Path) -> None:
     pages = lines.vllm_page({"0": (500, [400, 300])}) + lines.vllm_page({"0": (900, [700, 500])})
     record = record_of(str(write(tmp_path / "metrics.prom", pages.encode())))
-    assert (record.drafts, record.accepted, record.windows) == (900, 1200, 2)
+    assert (record.counts.drafts, record.counts.accepted, record.windows) == (900, 1200, 2)
 
 
 def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ ALL = (300, 300)  # accepted, drafts
 
 def counted(path: Path, data: bytes) -> tuple[int | None, int | None]:
     record = record_of(write(path, data))
-    return record.accepted, record.drafts
+    return record.counts.accepted, record.counts.drafts
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from assay.speculation.rounding import exact_counts, infer_drafts, position_coun
 @pytest.mark.parametrize("wording", ["0.8.5", "0.11", "0.28"])
 def test_every_wording_with_positions(wording: str) -> None:
     record = lines.read(lines.vllm_v1([90, 61, 33], 120, wording=wording)).record
-    assert (record.accepted, record.drafted, record.drafts) == (184, 360, 120)
+    assert (record.counts.accepted, record.counts.drafted, record.counts.drafts) == (184, 360, 120)
     assert record.positions == ((90, 120), (61, 120), (33, 120))
     assert record.num_speculative_tokens == 3
     assert record.mean_acceptance_length == pytest.approx(1 + 184 / 120)
@@ -20,7 +20,7 @@ def test_every_wording_with_positions(wording: str) -> None:
 @pytest.mark.parametrize("wording", ["0.8.2", "0.8.3"])
 def test_wordings_without_positions_know_no_drafts(wording: str) -> None:
     record = lines.read(lines.vllm_v1([40, 20], 50, wording=wording)).record
-    assert (record.accepted, record.drafted, record.drafts) == (60, 100, None)
+    assert (record.counts.accepted, record.counts.drafted, record.counts.drafts) == (60, 100, None)
     assert record.acceptance_rate == pytest.approx(0.6)
     assert record.mean_acceptance_length is None
 
@@ -39,7 +39,7 @@ def test_nan_windows_are_empty() -> None:
     assert evidence.record.windows == 0
     assert evidence.record.nothing_drafted
     mixed = lines.read(lines.vllm_v1([0, 0], 0), lines.vllm_v1([30, 10], 50)).record
-    assert (mixed.windows, mixed.drafts) == (1, 50)
+    assert (mixed.windows, mixed.counts.drafts) == (1, 50)
 
 
 def test_the_engine_number_stands_on_the_line_before() -> None:
@@ -49,8 +49,11 @@ def test_the_engine_number_stands_on_the_line_before() -> None:
         lines.vllm_engine(1),
         lines.vllm_v1([0, 0], 100),
     )
-    assert {name: r.accepted for name, r in evidence.per_engine.items()} == {"0": 140, "1": 0}
-    assert evidence.record.drafted == 400
+    assert {name: r.counts.accepted for name, r in evidence.per_engine.items()} == {
+        "0": 140,
+        "1": 0,
+    }
+    assert evidence.record.counts.drafted == 400
 
 
 def test_engine_numbers_of_several_api_servers_do_not_mix() -> None:
@@ -59,13 +62,13 @@ def test_engine_numbers_of_several_api_servers_do_not_mix() -> None:
         lines.vllm_engine(0, prefix=a), lines.vllm_engine(1, prefix=b),
         lines.vllm_v1([9], 10, prefix=a), lines.vllm_v1([1], 10, prefix=b),
     )  # fmt: skip
-    assert {name: r.accepted for name, r in evidence.per_engine.items()} == {"0": 9, "1": 1}
+    assert {name: r.counts.accepted for name, r in evidence.per_engine.items()} == {"0": 9, "1": 1}
 
 
 def test_engine_core_prefix_names_the_replica() -> None:
     core = "\x1b[0;36m(EngineCore_DP{} pid=30{})\x1b[0;0m "
     evidence = lines.read(*(lines.vllm_v1([n], 10, prefix=core.format(n, n)) for n in (0, 1, 2)))
-    assert {name: r.accepted for name, r in evidence.per_engine.items()} == {
+    assert {name: r.counts.accepted for name, r in evidence.per_engine.items()} == {
         "DP0": 0,
         "DP1": 1,
         "DP2": 2,
@@ -91,7 +94,7 @@ def test_counts_survive_printing(case: tuple[int, list[int]]) -> None:
     """Whatever full-length drafts vLLM prints, accepted, drafted and drafts come back exactly."""
     drafts, per_position = case
     record = lines.read(lines.vllm_v1(per_position, drafts)).record
-    assert (record.drafts, record.accepted) == (drafts, sum(per_position))
+    assert (record.counts.drafts, record.counts.accepted) == (drafts, sum(per_position))
     assert record.positions is not None
     for (found, _), true in zip(record.positions, per_position, strict=True):
         # Three decimals cannot tell counts apart over thousands of drafts.
@@ -103,26 +106,31 @@ def test_short_drafts_are_not_taken_for_full_ones() -> None:
     # 100 drafts of up to 5 tokens, but only 300 drafted: n-gram drafts that were cut.
     line = lines.vllm_v1([70, 50, 30, 20, 10], 100, drafted=300)
     record = lines.read(line).record
-    assert record.drafts == 100
+    assert record.counts.drafts == 100
     assert record.positions is not None and record.positions[0] == (70, 100)
 
 
 def test_v0_totals_are_not_summed() -> None:
     record = lines.read(lines.vllm_v0(50, 90, 70, 3), lines.vllm_v0(100, 180, 150, 3)).record
-    assert (record.accepted, record.drafted, record.drafts, record.emitted) == (100, 180, 60, 150)
+    assert (
+        record.counts.accepted,
+        record.counts.drafted,
+        record.counts.drafts,
+        record.counts.emitted,
+    ) == (100, 180, 60, 150)
     assert record.mean_acceptance_length == pytest.approx(2.5)
     assert record.windows == 2
 
 
 def test_v0_restart_adds_what_came_before() -> None:
     record = lines.read(lines.vllm_v0(100, 180, 150, 3), lines.vllm_v0(10, 30, 20, 3)).record
-    assert (record.drafted, record.accepted) == (210, 110)
+    assert (record.counts.drafted, record.counts.accepted) == (210, 110)
 
 
 def test_v0_counts_hits_after_a_rejection_apart() -> None:
     record = lines.read(lines.vllm_v0(120, 180, 150, 3, words="tokens tokens")).record
     assert record.leading == 150 - 60
-    assert record.accepted == 120
+    assert record.counts.accepted == 120
 
 
 def test_summary_of_bench_serve() -> None:
@@ -140,7 +148,7 @@ def test_summary_of_bench_serve() -> None:
     record = lines.read(*block).record
     assert record.positions == ((700, 1000), (300, 1000))
     # The same run's windows, where they are there, speak for it; the summary would count twice.
-    assert lines.read(lines.vllm_v1([7, 3], 10), *block).record.drafts == 10
+    assert lines.read(lines.vllm_v1([7, 3], 10), *block).record.counts.drafts == 10
 
 
 def test_quoted_rates_in_any_order() -> None:
@@ -148,8 +156,8 @@ def test_quoted_rates_in_any_order() -> None:
         "Spec decode metrics: system_efficiency=1.85, draft_acceptance_rate=0.62"
     ).record
     assert record.acceptance_rate == 0.62
-    assert record.multiplier == 1.85
-    assert not record.counts
+    assert record.printed.multiplier == 1.85
+    assert not record.counted
 
 
 def test_request_histogram() -> None:
@@ -173,7 +181,7 @@ def test_page_of_two_engines_and_two_pages() -> None:
     second = lines.vllm_page({"0": (150, [110, 70]), "1": (160, [0, 0])})
     one, both = lines.read_metrics(first), lines.read_metrics(first, second)
     assert set(one.per_engine) == {"0", "1"}
-    assert both.record.drafts == 310, "totals of one counter are not summed"
+    assert both.record.counts.drafts == 310, "totals of one counter are not summed"
     assert both.per_engine["0"].positions == ((110, 150), (70, 150))
 
 
@@ -185,8 +193,8 @@ def test_a_page_with_missing_series_is_partial() -> None:
         if 'position="0"' not in line and "draft_tokens" not in line
     )
     record = lines.read_metrics(cut).record
-    assert record.partial
-    assert (record.drafts, record.drafted, record.per_position) == (100, None, None)
+    assert record.counts.partial
+    assert (record.counts.drafts, record.counts.drafted, record.per_position) == (100, None, None)
 
 
 @given(st.integers(1, 8), st.integers(1, 3000), st.data())

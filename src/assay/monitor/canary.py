@@ -434,7 +434,7 @@ class Canary:
                 live = between(before, page, now - since)
                 if (
                     not live.reset
-                    and (live.window.record.drafts or live.window.record.drafted or 0)
+                    and (live.window.record.counts.drafts or live.window.record.counts.drafted or 0)
                     < 4 * ENOUGH_DRAFTS
                 ):
                     return

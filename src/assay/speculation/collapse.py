@@ -106,9 +106,13 @@ def all_or_nothing(windows: Sequence[Observation]) -> bool:
 
 def _extreme(w: Observation) -> int | None:
     """0 for a window that accepted nothing, 1 for one that accepted everything, else None."""
-    if w.drafted is not None and w.accepted is not None:
-        return int(w.accepted > 0) if w.drafted >= 20 and w.accepted in (0, w.drafted) else None
-    length, depth = w.mean_acceptance_length, w.num_speculative_tokens
+    if w.counts.drafted is not None and w.counts.accepted is not None:
+        return (
+            int(w.counts.accepted > 0)
+            if w.counts.drafted >= 20 and w.counts.accepted in (0, w.counts.drafted)
+            else None
+        )
+    length, depth = w.printed.mean_acceptance_length, w.num_speculative_tokens
     if length == 1.0:
         return 0 if depth else None
     return 1 if depth and length in (depth, depth + 1) else None
@@ -125,9 +129,9 @@ def _series(windows: Sequence[Observation]) -> dict[str | None, list[Observation
 
 def judged_pair(w: Observation) -> tuple[int, int]:
     """(accepted, tried) of position 0, or of everything where positions are not known."""
-    if w.accepted_per_position and (w.drafts_per_position or w.drafts):
-        return w.accepted_per_position[0], (w.drafts_per_position or (w.drafts,))[0] or 0
-    return (w.accepted, w.drafted or 0) if w.accepted is not None else (0, 0)
+    if w.counts.at_position and (w.counts.tried_at_position or w.counts.drafts):
+        return w.counts.at_position[0], (w.counts.tried_at_position or (w.counts.drafts,))[0] or 0
+    return (w.counts.accepted, w.counts.drafted or 0) if w.counts.accepted is not None else (0, 0)
 
 
 def _loglik(x: int, n: int) -> float:

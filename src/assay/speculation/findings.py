@@ -38,7 +38,7 @@ def _state(judged: Judged) -> Iterator[Finding]:
     elif a.health is Health.INSUFFICIENT:
         name, title, remedy = (
             ("partial", "the source shows only some of the counters", "give the whole metrics page")
-            if judged.record.partial
+            if judged.record.counts.partial
             else (
                 "insufficient",
                 "too little evidence to judge",
@@ -265,8 +265,8 @@ def _depth(judged: Judged) -> Iterator[Finding]:
             references=(f"{VLLM}issues/47602",),
         )
     measured = None if b is None else b.measured_multiplier
-    if measured is None and judged.record.multiplier is not None:
-        measured = Measured(judged.record.multiplier)
+    if measured is None and judged.record.printed.multiplier is not None:
+        measured = Measured(judged.record.printed.multiplier)
     # Where the windows give an interval, all of it must lie below 1.
     if (
         measured is not None
@@ -292,7 +292,11 @@ def _mismatch(judged: Judged) -> Iterator[Finding]:
     """
     record = judged.record
     printed = len(record.per_position or ())
-    drafted = math.ceil(record.drafted / record.drafts) if record.drafted and record.drafts else 0
+    drafted = (
+        math.ceil(record.counts.drafted / record.counts.drafts)
+        if record.counts.drafted and record.counts.drafts
+        else 0
+    )
     seen = printed or max(record.num_speculative_tokens or 0, drafted)
     reached = max(
         (record.mean_acceptance_length or 1) - 1, 0
@@ -349,7 +353,7 @@ def _suspicious(judged: Judged) -> Iterator[Finding]:
     if (
         a.health is Health.HEALTHY
         and record.acceptance_rate == 1.0
-        and (record.drafted or 0) >= PERFECT_DRAFTS
+        and (record.counts.drafted or 0) >= PERFECT_DRAFTS
     ):
         yield Finding(
             "speculation.perfect_acceptance",
@@ -359,7 +363,7 @@ def _suspicious(judged: Judged) -> Iterator[Finding]:
                 "right for repetitive text or a draft equal to the target; in normal traffic it"
                 " hints at a loop"
             ),
-            evidence={"drafted": record.drafted},
+            evidence={"drafted": record.counts.drafted},
             remedies=("see whether the text is degenerate: `assay check URL`",),
             references=(f"{VLLM}issues/55605",),
         )

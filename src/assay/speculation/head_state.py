@@ -65,7 +65,9 @@ def head_evidence(record: Record) -> HeadEvidence:
     level every time. So the acceptance of position 1 given position 0 tells them apart, where there
     are enough hits.
     """
-    drafts = record.drafts or (record.positions[0][1] if record.positions else record.drafted or 0)
+    drafts = record.counts.drafts or (
+        record.positions[0][1] if record.positions else record.counts.drafted or 0
+    )
     if not record.leading and not any(a for a, _ in record.positions or ()):
         state = HeadState.DEAD if drafts >= DEAD_DRAFTS else HeadState.UNCLEAR
         return HeadEvidence(state, drafts, upper=3 / drafts if drafts else None)

@@ -166,14 +166,16 @@ def judge(
     """
     if record.nothing_drafted:
         return Assessment(Health.OFF, "nothing was drafted", "nothing")
-    if not record.counts:
+    if not record.counted:
         return _judge_values(record, share)
     clusters = _clusters(windows, record.positions is not None)
     effect = design_effect(clusters)
     positions = tuple(proportion(a, n, effect) for a, n in record.positions or () if n)
     pooled = None
-    if record.drafted and record.leading is not None:
-        pooled = proportion(min(max(record.leading, 0), record.drafted), record.drafted, effect)
+    if record.counts.drafted and record.leading is not None:
+        pooled = proportion(
+            min(max(record.leading, 0), record.counts.drafted), record.counts.drafted, effect
+        )
     first, basis = _position_0(record, positions, pooled, lifetime, effect)
     length = record.tokens_per_step
     health = Health.INSUFFICIENT
@@ -187,7 +189,11 @@ def judge(
             health = Health.BROKEN
     elif pooled is not None:
         health, reason = _by_everything(record, pooled, length, share)
-    elif length is not None and not record.partial and (record.drafts or 0) >= MIN_DRAFT_TOKENS:
+    elif (
+        length is not None
+        and not record.counts.partial
+        and (record.counts.drafts or 0) >= MIN_DRAFT_TOKENS
+    ):
         return _judge_values(record, share)
     else:
         reason, basis = "the source does not hold what a rate needs", "nothing"
@@ -265,18 +271,18 @@ def by_all_steps(record: Record, found: Assessment) -> Assessment:
     share = record.coverage
     if share is None or share >= SELDOM or found.health is Health.BROKEN or record.impossible:
         return found
-    if record.overall is None or not record.drafts:
+    if record.overall is None or not record.counts.drafts:
         return found
     gain, rate = record.overall - 1, found.pooled or found.rate
     down = up = 0.0
     if rate is not None and rate.value > 0:
         down, up = 1 - rate.lo / rate.value, rate.hi / rate.value - 1
-    spread = 1.96 / math.sqrt(record.drafts)
+    spread = 1.96 / math.sqrt(record.counts.drafts)
     lo = 1 + gain * max(0.0, 1 - math.hypot(down, spread))
     hi = 1 + gain * (1 + math.hypot(up, spread))
     text = f"{record.overall:.2f} tokens a step overall [{lo:.2f}, {hi:.2f}]"
     health = Health.INSUFFICIENT
-    if (record.drafted or record.drafts) >= MIN_DRAFT_TOKENS:
+    if (record.counts.drafted or record.counts.drafts) >= MIN_DRAFT_TOKENS:
         health = Health.DEGRADED if hi < WORTH else Health.HEALTHY if lo >= WORTH else health
     reason = f"{100 * share:.3g} % of the steps had a draft: {text}"
     return replace(found, health=health, reason=reason, basis="all steps", seldom=True)
@@ -330,7 +336,7 @@ def _by_everything(
     if length < least:
         # Derived from the reply, whose steps need not all have drafted (n-grams), the length is
         # only a lower bound.
-        bound = record.mean_acceptance_length is None and record.generated is not None
+        bound = record.mean_acceptance_length is None and record.counts.generated is not None
         return judge_rate(pooled, share) if bound else Health.DEGRADED, text
     # The lower bound of the rate must still mean a helpful step, and exclude a dead head.
     lower = _length_at(record, pooled.lo, length)
@@ -342,12 +348,16 @@ def _by_everything(
 
 def _length_at(record: Record, rate: float, length: float) -> float:
     """Tokens per step if the true pooled rate were `rate` instead of the observed one."""
-    if not record.drafted or not record.leading:
+    if not record.counts.drafted or not record.leading:
         return 1.0
-    observed = record.leading / record.drafted
-    if record.drafts is None and record.generated and record.generated > record.leading:
-        accepted = rate * record.drafted
-        return record.generated / (record.generated - accepted)
+    observed = record.leading / record.counts.drafted
+    if (
+        record.counts.drafts is None
+        and record.counts.generated
+        and record.counts.generated > record.leading
+    ):
+        accepted = rate * record.counts.drafted
+        return record.counts.generated / (record.counts.generated - accepted)
     return 1 + (length - 1) * rate / observed
 
 
@@ -379,5 +389,9 @@ def _judge_values(record: Record, share: float) -> Assessment:
 def _clusters(windows: Sequence[Observation], by_position: bool) -> list[tuple[int, int]]:
     """(accepted, tried) of each window: position 0 where it is known, everything otherwise."""
     if by_position:
-        return [judged_pair(w) for w in windows if w.accepted_per_position]
-    return [(w.accepted, w.drafted) for w in windows if w.drafted and w.accepted is not None]
+        return [judged_pair(w) for w in windows if w.counts.at_position]
+    return [
+        (w.counts.accepted, w.counts.drafted)
+        for w in windows
+        if w.counts.drafted and w.counts.accepted is not None
+    ]

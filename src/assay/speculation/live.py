@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from assay.engines import Capability
 from assay.errors import AssayError
-from assay.speculation.combine import Evidence, combine, fell, subtract
+from assay.speculation.combine import Evidence, combine
 from assay.speculation.json_text import parsed_json
 from assay.speculation.measured import Measured
 from assay.speculation.metrics_page import looks_like_metrics, parse_samples
@@ -169,19 +169,20 @@ def between(before: str, after: str, seconds: float, sent: Sent | None = None) -
         last = old.get((o.replica, o.stream, o.definition))
         if o.kind is not Kind.TOTAL:
             window.append(o)
-        elif last is not None and fell(last, o):
+        elif last is not None and o.counts.fell_below(last.counts):
             reset = True
             window.append(replace(o, kind=Kind.WINDOW))
         else:
             # An engine that is new on the page has counted all it has since the first scrape.
-            window.append(replace(o if last is None else subtract(o, last), kind=Kind.WINDOW))
+            fresh = o.counts if last is None else o.counts.since(last.counts)
+            window.append(replace(o, kind=Kind.WINDOW, counts=fresh))
     short, lifetime = combine(window), combine(second.settled())
     thin = (
-        short.record.drafts or short.record.drafted or 0
-    ) < ENOUGH_DRAFTS and short.record.counts
+        short.record.counts.drafts or short.record.counts.drafted or 0
+    ) < ENOUGH_DRAFTS and short.record.counted
     other = None
-    if sent is not None and short.record.generated is not None:
-        other = max(0, short.record.generated - sent.tokens)
+    if sent is not None and short.record.counts.generated is not None:
+        other = max(0, short.record.counts.generated - sent.tokens)
     live = Live(
         second, lifetime if thin and not reset else short, short, lifetime, seconds,
         "since start" if thin and not reset else "window", reset, sent, other, (),
@@ -202,12 +203,12 @@ def _findings(live: Live, thin: bool) -> list[Finding]:
                 remedies=("run again once the server is up",),
             )
         )
-    elif thin and (live.lifetime.record.drafted or 0) > 0:
+    elif thin and (live.lifetime.record.counts.drafted or 0) > 0:
         found.append(
             Finding(
                 "speculation.note",
                 Severity.INFO,
-                f"{live.window.record.drafts or 0} drafts in {live.seconds:.0f} s are too few, so"
+                f"{live.window.record.counts.drafts or 0} drafts in {live.seconds:.0f} s are too few, so"
                 " everything since start is judged",
                 remedies=("a longer --interval, or --requests N to send some",),
             )

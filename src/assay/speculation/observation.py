@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Any
 
 MOST_POSITIONS = 1000
@@ -26,114 +26,143 @@ class Kind(StrEnum):
     """Printed rates without counts."""
 
 
-DEFINITIONS: Mapping[str, str] = {
-    "vllm_v1_window": "vLLM V1 log: counts of one interval; length = 1 + accepted / drafts",
-    "vllm_v0_total": (
-        "vLLM V0: counts since start; 'accepted' also counts hits after the first rejection, so"
-        " tokens per step are emitted / drafts"
-    ),
-    "vllm_counters": "vLLM counters since start; length = 1 + accepted / drafts",
-    "vllm_request": "vLLM counts of one request; histogram[i] = steps that accepted i drafts",
-    "vllm_summary": "vLLM benchmark summary of one run",
-    "sglang_summary": "SGLang benchmark summary of one run",
-    "sglang_accept_len": "SGLang: accept len = tokens per verify step, bonus token included",
-    "sglang_gauges": "SGLang gauges: the last interval only",
-    "sglang_request": "SGLang counts of one request",
-    "sglang_average": "SGLang average length since start, printed without a weight",
-    "llamacpp_request": (
-        "llama.cpp counts of one request (the denominator is the number of drafted tokens)"
-    ),
-    "llamacpp_total": "llama.cpp statistics of one drafting method since start",
-    "llamacpp_counters": "llama.cpp counters since start",
-    "trtllm_iteration": "TensorRT-LLM counts of one iteration; one draft a request",
-    "trtllm_counters": "TensorRT-LLM counters since start; verify steps are not counted",
-    "trtllm_request": "TensorRT-LLM counts of one request",
-    "trtllm_average": "TensorRT-LLM average acceptance length, printed without a weight",
-    "mlx_request": "mlx-vlm counts of one request; a round is one verify step",
-    "mlc_counts": (
-        "MLC: accept_count[i] / draft_count[i]; entry 0 is the slot that is always accepted"
-    ),
-    "fastdeploy_request": (
-        "FastDeploy counts of one request; its accepted tokens include bonus tokens, which are"
-        " left out"
-    ),
-    "named": "figures read by their names: draft tokens accepted of drafted, steps, tokens a step",
-    "openai_usage": "OpenAI usage: accepted and rejected prediction tokens of one request",
-}
+@dataclass(frozen=True)
+class Definition:
+    """How an engine defines its figures; a parser declares one for each form that it reads.
+
+    Args:
+        id: Its name in `results.record.definitions`.
+        text: What is counted, in one clause.
+        steps_estimated: The number of decode steps comes from a printed speed.
+        counts_after_rejection: "Accepted" also counts hits after the first rejection, so that no
+            length follows from it.
+        by_method: Counts since start of one drafting method of several.
+        depth_unknown: The number of counted slots is not the number of speculative tokens.
+        repeats: It repeats what a richer object of the same response says.
+    """
+
+    id: str
+    text: str
+    steps_estimated: bool = False
+    counts_after_rejection: bool = False
+    by_method: bool = False
+    depth_unknown: bool = False
+    repeats: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observation:
-    """What one line, metrics sample or response says. Unknown values are None.
+class Counts:
+    """What was counted. Unknown values are None.
 
-    `replica` names the engine of several, `stream` the counter inside it.
-    `accepted_per_position[i]` counts the steps whose draft position i was accepted, out of
-    `drafts_per_position[i]` (out of `drafts` where None). `rates_per_position`, `acceptance_rate`
-    and `mean_acceptance_length` are as printed; `reported_rate` keeps a printed rate whose meaning
-    turned out to be another. `emitted` counts all tokens of the steps that drafted, bonus tokens
-    included; `generated` the tokens of the whole reply and `steps` its decode steps, which need not
-    all have drafted. `accepted_first` counts the drafts of which at least the first token was
-    accepted. `implied_depth` is the number of speculative tokens that other figures imply. `weight`
-    is the share of a printed value in an average, None where that is not known.
+    `at_position[i]` counts the steps whose draft position i was accepted, out of
+    `tried_at_position[i]` (out of `drafts` where None). `emitted` counts all tokens of the steps
+    that drafted, bonus tokens included; `generated` the tokens of the whole reply and `steps` its
+    decode steps, which need not all have drafted. `accepted_first` counts the drafts of which at
+    least the first token was accepted. `partial` is set where some counters are missing,
+    `estimated` where the counts are derived from printed values.
     """
 
-    engine: str
-    kind: Kind
-    definition: str
-    replica: str | None = None
-    stream: str = ""
     drafted: int | None = None
     accepted: int | None = None
     drafts: int | None = None
-    accepted_per_position: tuple[int, ...] | None = None
-    drafts_per_position: tuple[int, ...] | None = None
-    rates_per_position: tuple[float, ...] | None = None
-    acceptance_rate: float | None = None
-    reported_rate: float | None = None
-    mean_acceptance_length: float | None = None
-    num_speculative_tokens: int | None = None
     emitted: int | None = None
     generated: int | None = None
     steps: int | None = None
     accepted_first: int | None = None
-    implied_depth: int | None = None
+    at_position: tuple[int, ...] | None = None
+    tried_at_position: tuple[int, ...] | None = None
+    partial: bool = False
+    estimated: bool = False
+
+    @property
+    def known(self) -> bool:
+        """Whether anything here can be added up."""
+        return self.drafted is not None or self.drafts is not None or self.at_position is not None
+
+    def fell_below(self, before: Counts) -> bool:
+        """Whether any counter is below that of `before`: the process restarted in between."""
+        pairs = [(getattr(before, name), getattr(self, name)) for name in COUNTERS]
+        pairs += zip(before.at_position or (), self.at_position or (), strict=False)
+        return any(a is not None and b is not None and b < a for a, b in pairs)
+
+    def since(self, before: Counts) -> Counts:
+        """What was counted after `before`, an earlier reading of the same counters."""
+        changes: dict[str, Any] = {}
+        for name in COUNTERS:
+            now, then = getattr(self, name), getattr(before, name)
+            changes[name] = None if now is None else now - (then or 0)
+        for name in ("at_position", "tried_at_position"):
+            now, then = getattr(self, name), getattr(before, name)
+            changes[name] = (
+                now
+                if not now or not then
+                else tuple(x - y for x, y in zip_longest(now, then[: len(now)], fillvalue=0))
+            )
+        return replace(self, **changes)
+
+
+COUNTERS = tuple(f.name for f in fields(Counts) if f.type == "int | None")
+"""The fields of `Counts` that hold one number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Printed:
+    """Figures as they were printed, as fractions; lengths count the bonus token.
+
+    `reported_rate` keeps a printed rate whose meaning turned out to be another. `implied_depth` is
+    the number of speculative tokens that other figures imply. `weight` is the share of a printed
+    value in an average, None where that is not known.
+    """
+
+    acceptance_rate: float | None = None
+    reported_rate: float | None = None
+    mean_acceptance_length: float | None = None
+    rates_per_position: tuple[float, ...] | None = None
     multiplier: float | None = None
+    implied_depth: int | None = None
     weight: float | None = 1.0
-    time: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What the engine did meanwhile: tokens per second, running requests, tokens of their contexts."""
+
     generation_throughput: float | None = None
     running: int | None = None
     context_tokens: int | None = None
-    partial: bool = False
-    estimated: bool = False
+
+
+NO_COUNTS, NOT_PRINTED, NO_LOAD = Counts(), Printed(), Load()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One line, metrics sample or response.
+
+    `replica` names the engine of several, `stream` the counter inside it. `idle` is set where the
+    form shows that nothing was drafted without counting it. `source` quotes the words from which
+    figures without a form of their own were read.
+    """
+
+    engine: str
+    kind: Kind
+    definition: Definition
+    replica: str | None = None
+    stream: str = ""
+    time: str | None = None
+    num_speculative_tokens: int | None = None
+    counts: Counts = NO_COUNTS
+    printed: Printed = NOT_PRINTED
+    load: Load = NO_LOAD
     idle: bool = False
     note: str = ""
-
-    @classmethod
-    def of(cls, **known: Any) -> Observation:
-        """The same as the constructor, at a tenth of its cost: what is not known stays the default
-        of the class.
-
-        For the lines of which a log may hold millions; the constructor of a frozen class sets every
-        field one by one.
-        """
-        own = object.__new__(cls)
-        own.__dict__.update(known)
-        return own
-
-    @property
-    def has_counts(self) -> bool:
-        """Whether anything here can be added up."""
-        return (
-            self.drafted is not None
-            or self.drafts is not None
-            or self.accepted_per_position is not None
-        )
+    source: str = ""
 
     @property
     def empty(self) -> bool:
         """Whether nothing was drafted in it."""
-        if self.drafted is not None:
-            return self.drafted == 0
-        if self.drafts is not None:
-            return self.drafts == 0
+        if self.counts.drafted is not None:
+            return self.counts.drafted == 0
+        if self.counts.drafts is not None:
+            return self.counts.drafts == 0
         return self.idle

@@ -218,7 +218,7 @@ class Reading:
         for name, child in children:
             if isinstance(child, Mapping | list):
                 found += self._objects(child, depth + 1, str(name))
-        rich = [o for o in found if o.definition != "openai_usage"]
+        rich = [o for o in found if not o.definition.repeats]
         return _with_usage(value, rich) or found
 
     def _object(self, value: Mapping[str, Any], key: str) -> list[Observation]:
@@ -248,9 +248,9 @@ def _with_usage(value: Any, rich: list[Observation]) -> list[Observation]:
     """
     usage = value.get("usage") if isinstance(value, Mapping) else None
     generated = count(usage.get("completion_tokens")) if isinstance(usage, Mapping) else None
-    if generated is None or len(rich) != 1 or rich[0].generated is not None:
+    if generated is None or len(rich) != 1 or rich[0].counts.generated is not None:
         return rich
-    return [replace(rich[0], generated=generated)]
+    return [replace(rich[0], counts=replace(rich[0].counts, generated=generated))]
 
 
 def _message(item: Any) -> str | None:
@@ -265,7 +265,7 @@ def _message(item: Any) -> str | None:
 def _known(observations: Sequence[Observation]) -> int:
     """How many figures observations hold."""
     return sum(
-        o.has_counts + (o.drafts is not None) + len(o.accepted_per_position or ())
+        o.counts.known + (o.counts.drafts is not None) + len(o.counts.at_position or ())
         for o in observations
     )
 

@@ -9,53 +9,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from assay.speculation.observation import DEFINITIONS
+from assay.speculation.observation import NO_COUNTS, NOT_PRINTED, Counts, Definition, Printed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What a source adds up to. Unknown values are None.
 
-    `positions[i]` is (accepted, drafts) of draft position i. `tokens_per_step` is the mean
-    acceptance length, or what can be derived in its place (from the generated tokens of the
-    replies). `leading_accepted` are the drafts that entered the text where that differs from
-    `accepted` (vLLM V0). `first` is position 0 where only that is known. `steps` are all decode
-    steps, also those without a draft (estimated from the throughput that a log prints). `windows`
-    counts observations with drafts.
+    `counts` are sums; their `steps` are all decode steps, also those without a draft. `counted`
+    tells whether anything was counted at all. `positions[i]` is (accepted, drafts) of draft
+    position i. `tokens_per_step` is the mean acceptance length, or what can be derived in its place
+    (from the generated tokens of the replies). `windows` counts observations with drafts. `methods`
+    holds the counts since start of each drafting method that prints its own. `sources` quote the
+    words from which figures without a form of their own were read.
     """
 
     engine: str | None = None
-    drafted: int | None = None
-    accepted: int | None = None
-    drafts: int | None = None
+    counts: Counts = NO_COUNTS
+    counted: bool = False
+    positions: tuple[tuple[int, int], ...] | None = None
     acceptance_rate: float | None = None
     mean_acceptance_length: float | None = None
+    tokens_per_step: float | None = None
     per_position: tuple[float, ...] | None = None
     num_speculative_tokens: int | None = None
-    windows: int = 0
-    counts: bool = False
-    positions: tuple[tuple[int, int], ...] | None = None
-    first: tuple[int, int] | None = None
-    steps: int | None = None
-    steps_estimated: bool = False
-    tokens_per_step: float | None = None
-    leading_accepted: int | None = None
-    emitted: int | None = None
-    generated: int | None = None
-    multiplier: float | None = None
-    reported_accept_rate: float | None = None
+    printed: Printed = NOT_PRINTED
     generation_throughput: float | None = None
-    partial: bool = False
-    estimated: bool = False
-    definitions: tuple[str, ...] = ()
+    windows: int = 0
+    definitions: tuple[Definition, ...] = ()
     notes: tuple[str, ...] = ()
-    per_implementation: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
+    methods: Mapping[str, Counts] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
 
     @property
     def nothing_drafted(self) -> bool:
         """Whether the source shows that no token was drafted."""
-        if self.counts:
-            return not self.drafted and not self.drafts and self.positions is None
+        if self.counted:
+            return not self.counts.drafted and not self.counts.drafts and self.positions is None
         return self.acceptance_rate is None and self.tokens_per_step is None and self.windows == 0
 
     @property
@@ -63,62 +53,78 @@ class Record:
         """Whether more was accepted than drafted, beyond what counters of one page run ahead of
         each other.
         """
+        drafted, accepted = self.counts.drafted, self.counts.accepted
         return (
-            self.drafted is not None
-            and self.accepted is not None
-            and self.accepted > self.drafted + max(8, self.drafted // 50)
+            drafted is not None
+            and accepted is not None
+            and accepted > drafted + max(8, drafted // 50)
         )
+
+    @property
+    def steps_estimated(self) -> bool:
+        """Whether the number of steps comes from a printed speed."""
+        return any(d.steps_estimated for d in self.definitions)
+
+    @property
+    def first(self) -> tuple[int, int] | None:
+        """(accepted, drafts) of position 0; None where it is not counted."""
+        if self.positions:
+            return self.positions[0]
+        if self.counts.accepted_first is None or not self.counts.drafts:
+            return None
+        return self.counts.accepted_first, self.counts.drafts
 
     @property
     def coverage(self) -> float | None:
         """Share of all decode steps that drafted at all; None where it is not known."""
-        return min(1.0, self.drafts / self.steps) if self.drafts and self.steps else None
+        drafts, steps = self.counts.drafts, self.counts.steps
+        return min(1.0, drafts / steps) if drafts and steps else None
 
     @property
     def overall(self) -> float | None:
         """Tokens per decode step, steps without a draft included; None where they are not counted."""
-        if self.leading is None or not self.steps:
+        if self.leading is None or not self.counts.steps:
             return None
-        return (max(self.steps, self.drafts or 0) + self.leading) / max(
-            self.steps, self.drafts or 0
-        )
+        steps = max(self.counts.steps, self.counts.drafts or 0)
+        return (steps + self.leading) / steps
 
     @property
     def leading(self) -> int | None:
         """Accepted drafts that entered the text."""
-        return self.accepted if self.leading_accepted is None else self.leading_accepted
+        emitted, drafts = self.counts.emitted, self.counts.drafts
+        return emitted - drafts if emitted is not None and drafts else self.counts.accepted
 
     def to_json(self) -> dict[str, Any]:
         """The object `results.record`."""
-        own = {name: getattr(self, name) for name in _IN_JSON}
-        own |= {
+        own: dict[str, Any] = {
+            "engine": self.engine,
+            "drafted": self.counts.drafted,
+            "accepted": self.counts.accepted,
+            "drafts": self.counts.drafts,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "per_position": self.per_position,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "windows": self.windows,
+            "counts": self.counted,
+            "tokens_per_step": self.tokens_per_step,
+            "coverage": self.coverage,
+            "emitted": self.counts.emitted,
+            "reported_accept_rate": self.printed.reported_rate,
+            "generation_throughput": self.generation_throughput,
+            "partial": self.counts.partial,
+            "estimated": self.counts.estimated,
+            "notes": self.notes,
             "overall_tokens_per_step": self.overall,
             "coverage_estimated": self.coverage is not None and self.steps_estimated,
-            "reported_multiplier": self.multiplier,
-            "definitions": {name: DEFINITIONS.get(name, name) for name in self.definitions},
+            "reported_multiplier": self.printed.multiplier,
+            "definitions": {d.id: d.text for d in self.definitions},
         }
-        return own | (
-            {"per_implementation": self.per_implementation} if self.per_implementation else {}
-        )
-
-
-_IN_JSON = (
-    "engine",
-    "drafted",
-    "accepted",
-    "drafts",
-    "acceptance_rate",
-    "mean_acceptance_length",
-    "per_position",
-    "num_speculative_tokens",
-    "windows",
-    "counts",
-    "tokens_per_step",
-    "coverage",
-    "emitted",
-    "reported_accept_rate",
-    "generation_throughput",
-    "partial",
-    "estimated",
-    "notes",
-)
+        if self.methods:
+            own["per_implementation"] = {
+                name: {"accepted": c.accepted, "drafted": c.drafted, "drafts": c.drafts}
+                for name, c in self.methods.items()
+            }
+        if self.sources:
+            own["read_from"] = list(self.sources)
+        return own

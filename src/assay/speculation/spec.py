@@ -60,7 +60,11 @@ class Examined:
         """Generation throughput, tokens per second: of the speculative windows, or of a run without
         any.
         """
-        own = [w.generation_throughput for w in self.evidence.windows if w.generation_throughput]
+        own = [
+            w.load.generation_throughput
+            for w in self.evidence.windows
+            if w.load.generation_throughput
+        ]
         return median(own or self.reading.speeds)
 
 
@@ -254,7 +258,7 @@ def _benefit(
     if multiplier is not None and depth and length:
         found = measured_cost(length, depth, multiplier, record.coverage or 1.0)
         if found is None and record.steps_estimated:  # the speeds contradict the estimate
-            record = replace(record, steps=None)
+            record = replace(record, counts=replace(record.counts, steps=None))
             found = measured_cost(record.tokens_per_step or length, depth, multiplier)
         cost = found or cost
     if options.cost_ratio is not None:

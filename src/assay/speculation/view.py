@@ -112,7 +112,9 @@ def _position_chart(judged: Judged) -> Chart | None:
 
 def _over_time(judged: Judged) -> Chart | None:
     """Acceptance over the run: each engine of several, or position 0 and everything of one."""
-    counted = [w for w in judged.evidence.windows if w.drafted and w.accepted is not None]
+    counted = [
+        w for w in judged.evidence.windows if w.counts.drafted and w.counts.accepted is not None
+    ]
     engines = list(dict.fromkeys(w.replica for w in counted))
     if 1 < len(engines) <= _ENGINES:
         series = [
@@ -120,7 +122,7 @@ def _over_time(judged: Judged) -> Chart | None:
         ]
     else:
         series = [_series("all draft tokens", counted, _pooled)]
-        if all(w.accepted_per_position and w.drafts for w in counted):
+        if all(w.counts.at_position and w.counts.drafts for w in counted):
             series.insert(0, _series("position 0", counted, _first))
     if max((len(s.points) for s in series), default=0) < 2:
         return None
@@ -142,12 +144,15 @@ def _series(
 
 
 def _pooled(group: Sequence[Observation]) -> Rate:
-    return proportion(sum(w.accepted or 0 for w in group), sum(w.drafted or 0 for w in group))
+    return proportion(
+        sum(w.counts.accepted or 0 for w in group), sum(w.counts.drafted or 0 for w in group)
+    )
 
 
 def _first(group: Sequence[Observation]) -> Rate:
     return proportion(
-        sum((w.accepted_per_position or (0,))[0] for w in group), sum(w.drafts or 0 for w in group)
+        sum((w.counts.at_position or (0,))[0] for w in group),
+        sum(w.counts.drafts or 0 for w in group),
     )
 
 
@@ -168,7 +173,7 @@ def _engines(judged: Judged) -> Table | None:
     for name, a in judged.assessment.per_engine.items():
         record = judged.evidence.per_engine[name]
         length = "" if record.tokens_per_step is None else f"{record.tokens_per_step:.2f}"
-        counts = f"{_count(record.accepted)} / {_count(record.drafted)}"
+        counts = f"{_count(record.counts.accepted)} / {_count(record.counts.drafted)}"
         rows.append((name, a.health.value, counts, a.rate.percent() if a.rate else "", length))
     columns = ("engine", "health", "accepted / drafted", "judged rate [95 %]", "tokens per step")
     return Table("Engines", columns, rows, frozenset({2, 3, 4})) if rows else None
@@ -176,9 +181,9 @@ def _engines(judged: Judged) -> Table | None:
 
 def _implementations(judged: Judged) -> Table | None:
     rows = []
-    for name, c in judged.record.per_implementation.items():
-        rate = proportion(c["accepted"] or 0, c["drafted"]).percent() if c["drafted"] else ""
-        rows.append((name, *(_count(c[key]) for key in ("drafts", "drafted", "accepted")), rate))
+    for name, c in judged.record.methods.items():
+        rate = proportion(c.accepted or 0, c.drafted).percent() if c.drafted else ""
+        rows.append((name, _count(c.drafts), _count(c.drafted), _count(c.accepted), rate))
     columns = ("method", "drafts", "drafted", "accepted", "acceptance [95 %]")
     note = "lifetime statistics; not added to the request lines"
     title = "Drafting methods since start"

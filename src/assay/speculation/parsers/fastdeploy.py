@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from assay.speculation.observation import Kind, Observation
+from assay.speculation.observation import Counts, Definition, Kind, Observation
 from assay.speculation.parsers.base import Parser
 from assay.speculation.parsers.counts import count, counts
+
+REQUEST = Definition(
+    "fastdeploy_request",
+    "FastDeploy counts of one request; its accepted tokens include bonus tokens, which are left out",
+)
 
 
 class FastDeployParser(Parser):
@@ -30,10 +35,12 @@ class FastDeployParser(Parser):
         yield Observation(
             engine=self.engine,
             kind=Kind.REQUEST,
-            definition="fastdeploy_request",
-            drafts=heads[0],
-            accepted=accepted,
-            drafted=accepted + rejected,
-            accepted_per_position=heads[1:] or None,
-            generated=emitted,
+            definition=REQUEST,
+            counts=Counts(
+                drafts=heads[0],
+                accepted=accepted,
+                drafted=accepted + rejected,
+                at_position=heads[1:] or None,
+                generated=emitted,
+            ),
         )

@@ -7,9 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from assay.speculation.observation import MOST_POSITIONS, Kind, Observation
+from assay.speculation.observation import (
+    MOST_POSITIONS,
+    Counts,
+    Definition,
+    Kind,
+    Observation,
+    Printed,
+)
 from assay.speculation.parsers.counts import count, counts, number
 from assay.speculation.rounding import position_counts
+
+NAMED = Definition(
+    "named", "figures read by their names: draft tokens accepted of drafted, steps, tokens a step"
+)
+
 
 DRAFTING = (
     "draft",
@@ -201,15 +213,17 @@ class Figures:
             return Observation(
                 engine=engine,
                 kind=kind,
-                definition="named",
-                drafted=drafted,
-                accepted=accepted,
-                drafts=0 if drafted == 0 else drafts,
-                accepted_per_position=at,
-                drafts_per_position=tried,
-                generated=self.count("generated"),
+                definition=NAMED,
                 num_speculative_tokens=depth,
-                mean_acceptance_length=length if drafts is None else None,
+                counts=Counts(
+                    drafted=drafted,
+                    accepted=accepted,
+                    drafts=0 if drafted == 0 else drafts,
+                    at_position=at,
+                    tried_at_position=tried,
+                    generated=self.count("generated"),
+                ),
+                printed=Printed(mean_acceptance_length=length if drafts is None else None),
                 **known,
             )
         if length is not None and length < 1.005:
@@ -222,12 +236,14 @@ class Figures:
         return Observation(
             engine=engine,
             kind=kind if summary else Kind.VALUE,
-            definition="named",
-            weight=None if summary else 1.0,
-            acceptance_rate=rate,
-            mean_acceptance_length=length,
+            definition=NAMED,
             num_speculative_tokens=depth,
-            multiplier=multiplier,
+            printed=Printed(
+                weight=None if summary else 1.0,
+                acceptance_rate=rate,
+                mean_acceptance_length=length,
+                multiplier=multiplier,
+            ),
             **known,
         )
 

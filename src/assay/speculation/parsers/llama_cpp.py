@@ -8,10 +8,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from assay.speculation.observation import MOST_POSITIONS, Kind, Observation
+from assay.speculation.observation import (
+    MOST_POSITIONS,
+    Counts,
+    Definition,
+    Kind,
+    Load,
+    Observation,
+    Printed,
+)
 from assay.speculation.parsers.base import Line, Parser, Sample
 from assay.speculation.parsers.counts import count, number
 from assay.speculation.rounding import position_counts
+
+REQUEST = Definition(
+    "llamacpp_request",
+    "llama.cpp counts of one request (the denominator is the number of drafted tokens)",
+)
+METHOD = Definition(
+    "llamacpp_total", "llama.cpp statistics of one drafting method since start", by_method=True
+)
+SINCE_START = Definition("llamacpp_counters", "llama.cpp counters since start")
+MLX_REQUEST = Definition("mlx_request", "mlx-vlm counts of one request; a round is one verify step")
+
 
 # llama.cpp: request lines, lifetime statistics of each drafting method, timings in replies,
 # `/metrics`.
@@ -82,15 +101,15 @@ class LlamaCppParser(Parser):
         return Observation(
             engine=self.engine,
             kind=Kind.REQUEST,
-            definition="llamacpp_request",
+            definition=REQUEST,
             replica=line.replica or line.port,
-            accepted=count(match[2]),
-            drafted=count(match[3]),
-            mean_acceptance_length=number(length[1]) if length else None,
-            rates_per_position=_rates(positions),
-            generated=generated,
-            generation_throughput=speed,
             time=line.time,
+            counts=Counts(accepted=count(match[2]), drafted=count(match[3]), generated=generated),
+            printed=Printed(
+                mean_acceptance_length=number(length[1]) if length else None,
+                rates_per_position=_rates(positions),
+            ),
+            load=Load(generation_throughput=speed),
         )
 
     def _statistics(self, match: re.Match[str], line: Line) -> Observation:
@@ -104,16 +123,18 @@ class LlamaCppParser(Parser):
         return Observation(
             engine=self.engine,
             kind=Kind.TOTAL,
-            definition="llamacpp_total",
+            definition=METHOD,
             stream=match[1].replace("_", "-"),
             replica=line.replica or line.port,
-            drafts=drafts,
-            drafted=drafted,
-            accepted=accepted,
-            steps=calls,
-            accepted_first=first,
-            accepted_per_position=positions,
             time=line.time,
+            counts=Counts(
+                drafts=drafts,
+                drafted=drafted,
+                accepted=accepted,
+                steps=calls,
+                accepted_first=first,
+                at_position=positions,
+            ),
         )
 
     def _cli_line(self, text: str) -> Iterable[Observation] | None:
@@ -128,11 +149,13 @@ class LlamaCppParser(Parser):
             Observation(
                 engine=self.engine,
                 kind=Kind.REQUEST,
-                definition="llamacpp_request",
-                drafted=found["n_drafted"],
-                accepted=found["n_accept"],
-                generated=found.get("n_predict"),
+                definition=REQUEST,
                 num_speculative_tokens=found.get("n_draft"),
+                counts=Counts(
+                    drafted=found["n_drafted"],
+                    accepted=found["n_accept"],
+                    generated=found.get("n_predict"),
+                ),
             ),
         )
 
@@ -145,11 +168,13 @@ class LlamaCppParser(Parser):
             yield Observation(
                 engine=self.engine if rounds is None else "mlx-vlm",
                 kind=Kind.REQUEST,
-                drafts=rounds,
-                drafted=drafted,
-                definition="llamacpp_request" if rounds is None else "mlx_request",
-                accepted=count(value.get("draft_n_accepted")) or 0,
-                generated=count(value.get("predicted_n")),
+                definition=REQUEST if rounds is None else MLX_REQUEST,
+                counts=Counts(
+                    drafts=rounds,
+                    drafted=drafted,
+                    accepted=count(value.get("draft_n_accepted")) or 0,
+                    generated=count(value.get("predicted_n")),
+                ),
             )
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
@@ -178,15 +203,17 @@ class LlamaCppParser(Parser):
         yield Observation(
             engine=self.engine,
             kind=Kind.TOTAL,
-            definition="llamacpp_counters",
-            drafts=found.get("drafts"),
-            drafted=found.get("draft_tokens"),
-            accepted=found.get("accepted_tokens"),
-            accepted_per_position=(
-                tuple(positions[i] for i in range(len(positions))) or None if complete else None
+            definition=SINCE_START,
+            counts=Counts(
+                drafts=found.get("drafts"),
+                drafted=found.get("draft_tokens"),
+                accepted=found.get("accepted_tokens"),
+                at_position=tuple(positions[i] for i in range(len(positions))) or None
+                if complete
+                else None,
+                generated=generated[0] if generated else None,
+                partial="draft_tokens" not in found,
             ),
-            generated=generated[0] if generated else None,
-            partial="draft_tokens" not in found,
         )
 
     def settle(self, observations: Sequence[Observation]) -> Sequence[Observation]:
@@ -199,14 +226,15 @@ class LlamaCppParser(Parser):
         requests: dict[str | None, list[Observation]] = defaultdict(list)
         totals: dict[str | None, dict[str, Observation]] = defaultdict(dict)
         for o in observations:
-            if o.definition == "llamacpp_total":
+            if o.definition == METHOD:
                 totals[o.replica][o.stream] = o
             elif o.kind is Kind.REQUEST and o.engine == self.engine:
                 requests[o.replica].append(o)
         if not totals:
             return observations
         main = {
-            r: max(own.values(), key=lambda o: o.steps or 0).stream for r, own in totals.items()
+            r: max(own.values(), key=lambda o: o.counts.steps or 0).stream
+            for r, own in totals.items()
         }
         same = {
             r
@@ -216,8 +244,8 @@ class LlamaCppParser(Parser):
         }
         settled = []
         for o in observations:
-            if o.definition == "llamacpp_total" and o.stream != main[o.replica]:
-                o = replace(o, steps=0)
+            if o.definition == METHOD and o.stream != main[o.replica]:
+                o = replace(o, counts=replace(o.counts, steps=0))
             elif o.kind is Kind.REQUEST and o.replica in same and len(same) == len(requests):
                 o = replace(o, kind=Kind.SUMMARY)
             settled.append(o)
@@ -230,4 +258,4 @@ def _rates(match: re.Match[str] | None) -> tuple[float, ...] | None:
 
 
 def _sum(observations: Iterable[Observation], name: str) -> int:
-    return sum(getattr(o, name) or 0 for o in observations)
+    return sum(getattr(o.counts, name) or 0 for o in observations)

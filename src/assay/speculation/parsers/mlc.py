@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from assay.speculation.observation import Kind, Observation
+from assay.speculation.observation import Counts, Definition, Kind, Observation
 from assay.speculation.parsers.base import Parser
 from assay.speculation.parsers.counts import counts
+
+SLOTS = Definition(
+    "mlc_counts",
+    "MLC: accept_count[i] / draft_count[i]; entry 0 is the slot that is always accepted",
+    depth_unknown=True,
+)
 
 
 class MlcParser(Parser):
@@ -24,6 +30,10 @@ class MlcParser(Parser):
             return
         if all(a <= n for a, n in zip(accepted, tried, strict=True)):
             yield Observation(
-                engine=self.engine, kind=Kind.TOTAL, definition="mlc_counts",
-                accepted_per_position=accepted[1:] or None, drafts_per_position=tried[1:] or None,
-            )  # fmt: skip
+                engine=self.engine,
+                kind=Kind.TOTAL,
+                definition=SLOTS,
+                counts=Counts(
+                    at_position=accepted[1:] or None, tried_at_position=tried[1:] or None
+                ),
+            )

@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from assay.speculation.combine import fell
 from assay.speculation.observation import Kind, Observation
 from assay.speculation.parsers.base import Line, Parser, Sample
 from assay.speculation.parsers.counts import count
@@ -151,17 +150,18 @@ def _only_grow(own: Sequence[Observation]) -> bool:
     """Whether no counter ever falls, over at least two lines: then they count since start."""
     pairs = list(pairwise(own))
     return bool(pairs) and all(
-        not fell(a, b) and (a.drafted or a.drafts or 0) < (b.drafted or b.drafts or 0)
+        not b.counts.fell_below(a.counts)
+        and (a.counts.drafted or a.counts.drafts or 0) < (b.counts.drafted or b.counts.drafts or 0)
         for a, b in pairs
     )
 
 
 def _repeats(o: Observation, of: Sequence[Observation]) -> bool:
     """Whether `o` is the total of all the others (at least two)."""
-    if o.kind is not Kind.REQUEST or not o.drafted or len(of) < 3:
+    if o.kind is not Kind.REQUEST or not o.counts.drafted or len(of) < 3:
         return False
     others = [p for p in of if p is not o]
     return all(
-        getattr(o, name) == sum(getattr(p, name) or 0 for p in others)
+        getattr(o.counts, name) == sum(getattr(p.counts, name) or 0 for p in others)
         for name in ("drafted", "accepted")
     )

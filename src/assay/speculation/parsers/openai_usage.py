@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from assay.speculation.observation import Kind, Observation
+from assay.speculation.observation import Counts, Definition, Kind, Observation
 from assay.speculation.parsers.base import Parser
 from assay.speculation.parsers.counts import count
+
+USAGE = Definition(
+    "openai_usage",
+    "OpenAI usage: accepted and rejected prediction tokens of one request",
+    repeats=True,
+)
 
 
 class OpenAIUsageParser(Parser):
@@ -26,8 +32,10 @@ class OpenAIUsageParser(Parser):
             yield Observation(
                 engine=self.engine,
                 kind=Kind.REQUEST,
-                definition="openai_usage",
-                drafted=accepted + rejected,
-                accepted=accepted,
-                generated=count(value.get("completion_tokens")),
+                definition=USAGE,
+                counts=Counts(
+                    drafted=accepted + rejected,
+                    accepted=accepted,
+                    generated=count(value.get("completion_tokens")),
+                ),
             )

@@ -14,9 +14,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from assay.speculation.observation import Kind, Observation
+from assay.speculation.observation import Counts, Definition, Kind, Load, Observation, Printed
 from assay.speculation.parsers.base import Line, Parser, Sample
 from assay.speculation.parsers.counts import count, counts, from_histogram, number
+
+ACCEPT_LEN = Definition(
+    "sglang_accept_len", "SGLang: accept len = tokens per verify step, bonus token included"
+)
+GAUGES = Definition("sglang_gauges", "SGLang gauges: the last interval only")
+REQUEST = Definition("sglang_request", "SGLang counts of one request")
+AVERAGE = Definition(
+    "sglang_average", "SGLang average length since start, printed without a weight"
+)
+
 
 _BATCH = re.compile(r"Decode batch\b")
 _LENGTH = re.compile(r"\baccept len:\s*(nan|[\d.]+)")
@@ -75,17 +85,20 @@ class SglangParser(Parser):
             Observation(
                 engine=self.engine,
                 kind=Kind.VALUE,
-                definition="sglang_accept_len",
+                definition=ACCEPT_LEN,
                 replica=f"DP{rank[1]}" if rank else line.replica,
-                mean_acceptance_length=value or None,
-                acceptance_rate=number(rate[1]) if rate else None,
-                weight=float(requests),
-                running=requests,
-                context_tokens=count(tokens[1]) if tokens else None,
                 time=line.time,
-                generation_throughput=number(speed[1]) if speed else None,
-                # A length under 1 cannot come from a decode step: the counter has not moved yet.
                 idle=value is None or value < 1,
+                printed=Printed(
+                    mean_acceptance_length=value or None,
+                    acceptance_rate=number(rate[1]) if rate else None,
+                    weight=float(requests),
+                ),
+                load=Load(
+                    running=requests,
+                    context_tokens=count(tokens[1]) if tokens else None,
+                    generation_throughput=number(speed[1]) if speed else None,
+                ),
             ),
         )
 
@@ -113,13 +126,15 @@ class SglangParser(Parser):
             yield Observation(
                 engine=self.engine,
                 kind=Kind.VALUE,
-                definition="sglang_gauges",
+                definition=GAUGES,
                 replica=rank or None,
-                mean_acceptance_length=length or None,
-                acceptance_rate=number(own.get("accept_rate")),
                 num_speculative_tokens=count(own.get("num_steps"))
                 or (drafted - 1 if drafted else None),
                 idle=length is not None and length < 1,
+                printed=Printed(
+                    mean_acceptance_length=length or None,
+                    acceptance_rate=number(own.get("accept_rate")),
+                ),
             )
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
@@ -129,9 +144,9 @@ class SglangParser(Parser):
             yield Observation(
                 engine=self.engine,
                 kind=Kind.VALUE,
-                definition="sglang_average",
-                mean_acceptance_length=average or None,
+                definition=AVERAGE,
                 idle=average < 1,
+                printed=Printed(mean_acceptance_length=average or None),
             )
         drafts = count(value.get("spec_verify_ct"))
         if drafts is None:
@@ -154,10 +169,18 @@ class SglangParser(Parser):
             # Every step emits its accepted drafts and one bonus token.
             accepted = max(0, generated - drafts)
         yield Observation(
-            engine=self.engine, kind=Kind.REQUEST, definition="sglang_request", drafts=drafts,
-            drafted=drafted if drafts else 0, accepted=accepted, accepted_per_position=per_position,
-            mean_acceptance_length=number(value.get("spec_accept_length")), generated=generated,
-        )  # fmt: skip
+            engine=self.engine,
+            kind=Kind.REQUEST,
+            definition=REQUEST,
+            counts=Counts(
+                drafts=drafts,
+                drafted=drafted if drafts else 0,
+                accepted=accepted,
+                at_position=per_position,
+                generated=generated,
+            ),
+            printed=Printed(mean_acceptance_length=number(value.get("spec_accept_length"))),
+        )
 
     def settle(self, observations: Sequence[Observation]) -> Sequence[Observation]:
         """Decide what the printed rate means, and turn a run in which nothing was accepted into
@@ -166,44 +189,39 @@ class SglangParser(Parser):
         values = [
             o
             for o in observations
-            if o.kind is Kind.VALUE and not o.idle and o.definition != "sglang_average"
+            if o.kind is Kind.VALUE and not o.idle and o.definition != AVERAGE
         ]
         if not values:
             return observations
         depth = self._steps or _known_depth(values)
         depth = depth or infer_depth(
-            [(o.mean_acceptance_length, o.acceptance_rate) for o in values]
+            [(o.printed.mean_acceptance_length, o.printed.acceptance_rate) for o in values]
         )
         dead = self._nothing_accepted(values, depth)
         settled = []
         for o in observations:
-            if o.kind is not Kind.VALUE or o.idle or o.definition == "sglang_average":
+            if o.kind is not Kind.VALUE or o.idle or o.definition == AVERAGE:
                 settled.append(o)
             elif dead is not None:
-                drafts = self._interval * (o.running or 1)
+                drafts = self._interval * (o.load.running or 1)
                 settled.append(
                     replace(
                         o,
                         kind=Kind.WINDOW,
-                        drafts=drafts,
-                        drafted=drafts * dead,
-                        accepted=0,
-                        estimated=True,
                         num_speculative_tokens=dead,
-                        reported_rate=o.acceptance_rate,
+                        counts=Counts(
+                            drafts=drafts, drafted=drafts * dead, accepted=0, estimated=True
+                        ),
+                        printed=replace(o.printed, reported_rate=o.printed.acceptance_rate),
                         note=f"counts derived: {self._interval} steps a line, {dead} drafts a step",
                     )
                 )
             else:
                 rate = _true_rate(o, depth)
-                settled.append(
-                    replace(
-                        o,
-                        acceptance_rate=rate,
-                        reported_rate=o.acceptance_rate,
-                        num_speculative_tokens=depth,
-                    )
+                own = replace(
+                    o.printed, acceptance_rate=rate, reported_rate=o.printed.acceptance_rate
                 )
+                settled.append(replace(o, printed=own, num_speculative_tokens=depth))
         return settled
 
     def _nothing_accepted(self, values: Sequence[Observation], depth: int | None) -> int | None:
@@ -214,18 +232,18 @@ class SglangParser(Parser):
         the steps.
         """
         if any(
-            o.mean_acceptance_length != 1.0 or o.definition != "sglang_accept_len" for o in values
+            o.printed.mean_acceptance_length != 1.0 or o.definition != ACCEPT_LEN for o in values
         ):
             return None
-        last: dict[str | None, Observation] = {}
+        last: dict[str | None, Load] = {}
         grown = 0
         for o in values:
-            before = last.get(o.replica)
-            last[o.replica] = o
-            if before is None or before.running != o.running or o.context_tokens is None:
+            before, now = last.get(o.replica), o.load
+            last[o.replica] = now
+            if before is None or before.running != now.running or now.context_tokens is None:
                 continue
-            if o.context_tokens - (before.context_tokens or 0) == self._interval * (o.running or 1):
-                grown += 1
+            more = now.context_tokens - (before.context_tokens or 0)
+            grown += more == self._interval * (now.running or 1)
         return (depth or DEFAULT_STEPS) if grown else None
 
 
@@ -261,7 +279,7 @@ def _true_rate(o: Observation, depth: int | None) -> float | None:
     """Accepted / proposed drafts: from the length where the depth is known; 0 where nothing was
     accepted.
     """
-    length = o.mean_acceptance_length
+    length = o.printed.mean_acceptance_length
     if length is not None and depth:
         return min(1.0, max(0.0, (length - 1) / depth))
     return 0.0 if length == 1.0 else None

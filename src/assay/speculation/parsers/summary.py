@@ -6,11 +6,15 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from assay.speculation.observation import Kind, Observation
+from assay.speculation.observation import Definition, Kind, Observation
 from assay.speculation.parsers.base import Line, Parser
 from assay.speculation.parsers.counts import count, number
 from assay.speculation.parsers.figures import NUMBER, Figures, role_of
 from assay.speculation.rounding import position_counts
+
+VLLM = Definition("vllm_summary", "vLLM benchmark summary of one run")
+SGLANG = Definition("sglang_summary", "SGLang benchmark summary of one run")
+
 
 _FIGURE = re.compile(
     rf"^\W*([A-Za-z#][\w /()%#.-]{{0,60}}?)[\"']?\s*[:=]\s*[\"']?({NUMBER})\s*(%?)[\"',]*\s*$", re.I
@@ -101,17 +105,21 @@ def _summary(block: _Block, index: int) -> Observation | None:
     found = block.figures.observation(
         "sglang" if block.sglang else "vllm", Kind.SUMMARY, stream=f"run {index}"
     )
-    if found is None or not found.drafts or not found.drafted:
+    if found is None or not found.counts.drafts or not found.counts.drafted:
         return found
-    k = found.drafted // found.drafts if found.drafted % found.drafts == 0 else None
+    k = (
+        found.counts.drafted // found.counts.drafts
+        if found.counts.drafted % found.counts.drafts == 0
+        else None
+    )
     rates = [block.rates[i] for i in range(len(block.rates)) if i in block.rates]
     exact = tuple(block.exact[i] for i in range(len(block.exact)) if i in block.exact)
     positions = exact or position_counts(
-        found.drafts, rates, found.accepted, complete=len(rates) == k
+        found.counts.drafts, rates, found.counts.accepted, complete=len(rates) == k
     )
     return replace(
         found,
-        definition=f"{found.engine}_summary",
+        definition=SGLANG if block.sglang else VLLM,
         num_speculative_tokens=k,
-        accepted_per_position=positions or None,
+        counts=replace(found.counts, at_position=positions or None),
     )

@@ -6,9 +6,21 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from assay.speculation.observation import Kind, Observation
+from assay.speculation.observation import Counts, Definition, Kind, Observation, Printed
 from assay.speculation.parsers.base import Line, Parser, Sample
 from assay.speculation.parsers.counts import count, counts, number, positions_from
+
+ITERATION = Definition(
+    "trtllm_iteration", "TensorRT-LLM counts of one iteration; one draft a request"
+)
+SINCE_START = Definition(
+    "trtllm_counters", "TensorRT-LLM counters since start; verify steps are not counted"
+)
+REQUEST = Definition("trtllm_request", "TensorRT-LLM counts of one request")
+AVERAGE = Definition(
+    "trtllm_average", "TensorRT-LLM average acceptance length, printed without a weight"
+)
+
 
 # TensorRT-LLM.
 
@@ -37,11 +49,10 @@ class TensorRTParser(Parser):
             Observation(
                 engine=self.engine,
                 kind=Kind.VALUE,
-                definition="trtllm_average",
-                weight=None,
+                definition=AVERAGE,
                 time=line.time,
-                mean_acceptance_length=number(match[1]),
                 num_speculative_tokens=count(match[2]),
+                printed=Printed(weight=None, mean_acceptance_length=number(match[1])),
             ),
         )
 
@@ -56,10 +67,8 @@ class TensorRTParser(Parser):
             yield Observation(
                 engine=self.engine,
                 kind=Kind.WINDOW,
-                definition="trtllm_iteration",
-                drafted=drafted,
-                accepted=accepted,
-                drafts=drafts,
+                definition=ITERATION,
+                counts=Counts(drafted=drafted, accepted=accepted, drafts=drafts),
             )
         yield from _request(value)
         # A choice without the block above; a server that does not speculate prints 1.0 here.
@@ -70,9 +79,11 @@ class TensorRTParser(Parser):
             and not isinstance(value.get("speculative_decoding"), Mapping)
         ):
             yield Observation(
-                engine=self.engine, kind=Kind.VALUE, definition="trtllm_average", weight=None,
-                mean_acceptance_length=length,
-            )  # fmt: skip
+                engine=self.engine,
+                kind=Kind.VALUE,
+                definition=AVERAGE,
+                printed=Printed(weight=None, mean_acceptance_length=length),
+            )
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
         """Totals since start, one for each server on the page. The page does not count drafts
@@ -90,12 +101,12 @@ class TensorRTParser(Parser):
             yield Observation(
                 engine=self.engine,
                 kind=Kind.TOTAL,
-                definition="trtllm_counters",
-                drafted=own.get("draft"),
-                accepted=own.get("accepted"),
-                partial=len(own) < 2,
+                definition=SINCE_START,
                 stream=where,
                 replica=where if len(found) > 1 else None,
+                counts=Counts(
+                    drafted=own.get("draft"), accepted=own.get("accepted"), partial=len(own) < 2
+                ),
             )
 
 
@@ -113,10 +124,7 @@ def _request(value: Mapping[str, Any]) -> Iterable[Observation]:
     yield Observation(
         engine=TensorRTParser.engine,
         kind=Kind.REQUEST,
-        definition="trtllm_request",
-        drafted=drafted,
-        accepted=accepted,
-        drafts=drafts,
-        accepted_per_position=per_position,
+        definition=REQUEST,
         num_speculative_tokens=depth,
+        counts=Counts(drafted=drafted, accepted=accepted, drafts=drafts, at_position=per_position),
     )

@@ -9,9 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from assay.speculation.observation import Kind, Observation
+from assay.speculation.observation import Counts, Definition, Kind, Observation, Printed
 from assay.speculation.parsers.base import Line, Parser, Sample
 from assay.speculation.parsers.counts import count, number
+
+TOTAL = Definition(
+    "vllm_v0_total",
+    "vLLM V0: counts since start; 'accepted' also counts hits after the first rejection, so tokens per step are emitted / drafts",
+    counts_after_rejection=True,
+)
+
 
 _HEAD = re.compile(r"Speculative metrics:(.*)", re.I)
 
@@ -55,25 +62,27 @@ class VllmV0Parser(Parser):
                 Observation(
                     engine=self.engine,
                     kind=Kind.VALUE,
-                    definition="vllm_v0_total",
-                    acceptance_rate=rate,
+                    definition=TOTAL,
                     num_speculative_tokens=k,
                     time=line.time,
+                    printed=Printed(acceptance_rate=rate),
                 ),
             )
         return (
             Observation(
                 engine=self.engine,
                 kind=Kind.TOTAL,
-                definition="vllm_v0_total",
+                definition=TOTAL,
                 replica=line.replica,
                 stream=line.process,
-                drafted=drafted,
-                accepted=count(found.get("accepted")),
-                drafts=drafted // k if k and drafted % k == 0 else None,
-                emitted=count(found.get("emitted")),
                 num_speculative_tokens=k,
                 time=line.time,
+                counts=Counts(
+                    drafted=drafted,
+                    accepted=count(found.get("accepted")),
+                    drafts=drafted // k if k and drafted % k == 0 else None,
+                    emitted=count(found.get("emitted")),
+                ),
             ),
         )
 
@@ -93,17 +102,25 @@ class VllmV0Parser(Parser):
         if drafted is None:
             return (
                 Observation(
-                    engine=self.engine, kind=Kind.VALUE, definition="vllm_v0_total",
-                    acceptance_rate=number(found.get("draft_acceptance_rate")),
+                    engine=self.engine,
+                    kind=Kind.VALUE,
+                    definition=TOTAL,
+                    printed=Printed(acceptance_rate=number(found.get("draft_acceptance_rate"))),
                 ),
-            )  # fmt: skip
+            )
         return (
             Observation(
-                engine=self.engine, kind=Kind.TOTAL, definition="vllm_v0_total", drafted=drafted,
-                accepted=count(found.get("num_accepted_tokens")), emitted=emitted,
-                implied_depth=_depth(drafted, emitted, found.get("efficiency")),
+                engine=self.engine,
+                kind=Kind.TOTAL,
+                definition=TOTAL,
+                counts=Counts(
+                    drafted=drafted,
+                    accepted=count(found.get("num_accepted_tokens")),
+                    emitted=emitted,
+                ),
+                printed=Printed(implied_depth=_depth(drafted, emitted, found.get("efficiency"))),
             ),
-        )  # fmt: skip
+        )
 
 
 def _depth(drafted: int, emitted: int | None, efficiency: float | None) -> int | None:

@@ -7,10 +7,31 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from assay.speculation.observation import MOST_POSITIONS, Kind, Observation
+from assay.speculation.observation import (
+    MOST_POSITIONS,
+    Counts,
+    Definition,
+    Kind,
+    Load,
+    Observation,
+    Printed,
+)
 from assay.speculation.parsers.base import Line, Parser, Sample
 from assay.speculation.parsers.counts import count, counts, number, positions_from
 from assay.speculation.rounding import exact_counts, infer_drafts, position_counts
+
+WINDOW = Definition(
+    "vllm_v1_window",
+    "vLLM V1 log: counts of one interval; length = 1 + accepted / drafts",
+    steps_estimated=True,
+)
+SINCE_START = Definition(
+    "vllm_counters", "vLLM counters since start; length = 1 + accepted / drafts"
+)
+REQUEST = Definition(
+    "vllm_request", "vLLM counts of one request; histogram[i] = steps that accepted i drafts"
+)
+
 
 # 0.8.2 wrote "Speculative metrics:" like V0, but without the V0 figures; later versions "SpecDecoding metrics:".
 _HEADS = ("SpecDecoding metrics:", "Speculative metrics:")
@@ -102,12 +123,12 @@ class VllmV1Parser(Parser):
             yield Observation(
                 engine=self.engine,
                 kind=Kind.VALUE,
-                definition="vllm_v1_window",
-                acceptance_rate=fraction,
-                mean_acceptance_length=mean,
-                rates_per_position=rates,
+                definition=WINDOW,
                 time=line.time,
                 replica=line.replica,
+                printed=Printed(
+                    acceptance_rate=fraction, mean_acceptance_length=mean, rates_per_position=rates
+                ),
             )
 
     def _window(
@@ -133,13 +154,22 @@ class VllmV1Parser(Parser):
             self._interval = seconds
             self._spoken.append((engine, generated))
             self._engine_line[line.process] = (engine, None, running or 0)
-        return Observation.of(
-            engine=self.engine, kind=Kind.WINDOW, definition="vllm_v1_window",
+        return Observation(
+            engine=self.engine,
+            kind=Kind.WINDOW,
+            definition=WINDOW,
             replica=line.replica if line.replica is not None else engine,
-            drafted=drafted, accepted=accepted, drafts=drafts, accepted_per_position=per_position,
-            num_speculative_tokens=len(rates) if rates else None, time=line.time,
-            generation_throughput=throughput, running=running, generated=generated,
-        )  # fmt: skip
+            num_speculative_tokens=len(rates) if rates else None,
+            time=line.time,
+            counts=Counts(
+                drafted=drafted,
+                accepted=accepted,
+                drafts=drafts,
+                at_position=per_position,
+                generated=generated,
+            ),
+            load=Load(generation_throughput=throughput, running=running),
+        )
 
     def silent(self, head: str) -> Iterator[Observation]:
         """Tokens of the intervals in which requests ran and nothing was drafted: no window is
@@ -163,12 +193,11 @@ class VllmV1Parser(Parser):
                 yield Observation(
                     engine=self.engine,
                     kind=Kind.WINDOW,
-                    definition="vllm_v1_window",
+                    definition=WINDOW,
                     replica=engine,
-                    drafted=0,
-                    accepted=0,
-                    drafts=0,
-                    generated=round(silent * whole / in_head),
+                    counts=Counts(
+                        drafted=0, accepted=0, drafts=0, generated=round(silent * whole / in_head)
+                    ),
                 )
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
@@ -208,17 +237,17 @@ class VllmV1Parser(Parser):
             yield Observation(
                 engine=self.engine,
                 kind=Kind.TOTAL,
-                definition="vllm_counters",
+                definition=SINCE_START,
                 replica=replica or None,
-                drafted=drafted,
-                accepted=count(own.get("accepted_tokens")),
-                drafts=count(own.get("drafts")),
-                accepted_per_position=(
-                    tuple(int(found[i]) for i in range(deepest)) if complete else None
-                ),
                 num_speculative_tokens=deepest or None,
-                generated=count(generated.get(replica)) if replica in generated else None,
-                partial=drafted is None or (bool(found) and not complete),
+                counts=Counts(
+                    drafted=drafted,
+                    accepted=count(own.get("accepted_tokens")),
+                    drafts=count(own.get("drafts")),
+                    at_position=tuple(int(found[i]) for i in range(deepest)) if complete else None,
+                    generated=count(generated.get(replica)) if replica in generated else None,
+                    partial=drafted is None or (bool(found) and not complete),
+                ),
             )
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
@@ -229,12 +258,14 @@ class VllmV1Parser(Parser):
         yield Observation(
             engine=self.engine,
             kind=Kind.REQUEST,
-            definition="vllm_request",
-            drafted=count(value.get("num_draft_tokens")),
-            accepted=count(value.get("num_accepted_draft_tokens")),
-            drafts=count(value.get("num_spec_steps")),
-            accepted_per_position=positions_from(steps, k),
+            definition=REQUEST,
             num_speculative_tokens=k,
+            counts=Counts(
+                drafted=count(value.get("num_draft_tokens")),
+                accepted=count(value.get("num_accepted_draft_tokens")),
+                drafts=count(value.get("num_spec_steps")),
+                at_position=positions_from(steps, k),
+            ),
         )
 
 
