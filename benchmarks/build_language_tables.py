@@ -28,12 +28,12 @@ from pathlib import Path
 
 import numpy as np
 
-from assay.coherence import text as lang
+from assay.coherence import language as lang
 from assay.coherence.text import TextView
 from legit_texts import generated, stdlib, topics, udhr
 from split import is_table
 
-DATA = Path(lang.__file__).parent / "data"
+DATA = Path(lang.__file__).parent / "detectors"
 DENSE = 4
 """Chunks of each source for one of the benchmark."""
 DOCUMENTED = ("numpy", "scipy", "transformers", "torch")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from sklearn.ensemble import HistGradientBoostingClassifier
 
-from assay.coherence.detectors import salad
+from assay.coherence.detectors import salad, trees, windows
 from assay.coherence.text import TextView
 from broken_outputs import broken
 from legit_texts import (
@@ -31,7 +31,7 @@ from legit_texts import (
 from split import is_table, is_tune
 from synthetic_salads import salads
 
-OUT = Path(salad.__file__).parent / salad.MODEL
+OUT = Path(trees.__file__).parent / trees.MODEL
 
 DENSE, DENSER = 4, 10
 """Chunks of each source for one of the benchmark: false alarms need more text to be told apart than
@@ -104,7 +104,7 @@ def fit_scale(
         max_depth=5,
         min_samples_leaf=40,
         l2_regularization=10.0,
-        monotonic_cst=[DIRECTION.get(name, 0) for name in salad.FEATURES],
+        monotonic_cst=[DIRECTION.get(name, 0) for name in windows.FEATURES],
         random_state=0,
         early_stopping=False,
     )
@@ -112,8 +112,8 @@ def fit_scale(
     weight = np.concatenate([w0 * len(x0) / w0.sum(), w1 * len(x0) / w1.sum()])
     model.fit(np.concatenate([x0, x1]), target, sample_weight=weight)
     tables = as_tables(model)
-    fitted = salad.Trees(**tables)
-    score0, score1 = salad.scores(x0, fitted), salad.scores(x1, fitted)
+    fitted = trees.Trees(**tables)
+    score0, score1 = trees.scores(x0, fitted), trees.scores(x1, fitted)
     print(
         f"  {len(x0)} legitimate, {len(x1)} salad; exported trees agree:",
         np.allclose(score0, model.decision_function(x0), atol=1e-3),
@@ -170,9 +170,9 @@ def stacked(
     found, weights = [], []
     for text, weight in texts:
         view = TextView(text)
-        sums = salad.running_sums(view)
+        sums = windows.running_sums(view)
         if sums is not None:
-            values = salad.measure(view, sums, window, stride).values
+            values = windows.measure(view, sums, window, stride).values
             kept = rng.permutation(len(values))[:MOST_WINDOWS]
             found.append(values[kept])
             weights.append(np.full(len(kept), weight * len(values) ** -0.5))

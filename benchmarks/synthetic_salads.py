@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from assay.coherence.text import FUNCTION_WORDS, TextView
+from assay.coherence.language import FUNCTION_WORDS
+from assay.coherence.text import TextView
 from legit_texts import Legit
 
 

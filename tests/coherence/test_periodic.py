@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.coherence.detectors.loops import Run, periodic_runs
-from assay.coherence.text import has_stretch, true_stretches
+from assay.coherence.arrays import has_stretch, true_stretches
+from assay.coherence.detectors.periodic import Run, periodic_runs
 
 
 def plain_runs(ids: list[int], period: int, need: int) -> list[tuple[int, int]]:

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.coherence.detectors import floods
-from assay.coherence.detectors import tails as recycled_tail
+from assay.coherence.detectors import floods, recycled_tail
 from assay.coherence.grading import Label, grade
 from assay.coherence.text import Ending, TextView
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from grade_texts import GOOD_START, soup
 
-from assay.coherence import text as lang
-from assay.coherence.detectors import salad as windows
+from assay.coherence import language as lang
+from assay.coherence.detectors import windows
 from assay.coherence.grading import grade
 from assay.coherence.text import TextView
 

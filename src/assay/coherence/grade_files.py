@@ -296,8 +296,8 @@ def grade_completion(response: Mapping[str, Any]) -> Grade:
     """The grade of a response as JSON, of any API that `envelopes` knows; of several choices the
     worst.
 
-    >>> grade_completion({"choices": [{"finish_reason": "stop", "message": {"content":
-      None}}]}).label.value
+    >>> silent = {"choices": [{"finish_reason": "stop", "message": {"content": None}}]}
+    >>> grade_completion(silent).label.value
     'empty'
     """
     unpacked = unpack_values(Parsed([response]))

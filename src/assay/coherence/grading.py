@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from assay.coherence.detectors import all_detectors
+from assay.coherence.detection import Detection, quote
+from assay.coherence.detectors.like_calls import repeated_call
 from assay.coherence.detectors.loops import without_request
-from assay.coherence.detectors.tails import repeated_call
-from assay.coherence.text import Detection, Ending, TextView, ending_of, quote
+from assay.coherence.detectors.registry import all_detectors
+from assay.coherence.text import Ending, TextView, ending_of
 
 MAX_CHARS = 2_000_000
 """Code points of one field that are examined; a longer one is examined up to here, and the grade

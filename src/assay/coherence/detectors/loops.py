@@ -12,25 +12,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from functools import cached_property
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from assay.coherence.text import (
-    FUNCTION_WORDS,
-    Detection,
-    Ending,
-    TextView,
-    Units,
-    has_stretch,
-    mapped,
-    quote,
-    running_count,
-    true_stretches,
+from assay.coherence.detection import Detection, quote
+from assay.coherence.detectors.periodic import periodic_runs
+from assay.coherence.detectors.repeated_units import (
+    UnitClass,
+    classify,
+    family_of,
+    is_sentence,
+    loop_kind,
+    word_count,
 )
+from assay.coherence.language import FUNCTION_WORDS
+from assay.coherence.text import Ending, TextView, Units
 
 MAX_PERIOD = 64
 TOKEN_PERIOD = 80
@@ -102,8 +96,9 @@ def detect_loop(view: TextView) -> Detection | None:
         "period_chars": len(first.unit),
         "repeats": round(first.repeats, 1),
     }
+    kind = loop_kind(first.unit)
     return Detection(
-        loop_kind(first.unit), _line_start_in(_first_part(first, loops)), first.end, evidence
+        kind, _line_start_in(_first_part(first, loops)), first.end, evidence, *family_of(kind)
     )
 
 
@@ -161,7 +156,8 @@ def _whole_reply(view: TextView) -> Detection | None:
                 "period_chars": period,
                 "repeats": round(len(text) / period, 1),
             }
-            return Detection(loop_kind(unit), onset, view.visible_end, evidence)
+            kind = loop_kind(unit)
+            return Detection(kind, onset, view.visible_end, evidence, *family_of(kind))
     return None
 
 
@@ -332,208 +328,3 @@ def _loop(view: TextView, start: int, end: int, repeats: float, unit: str) -> Lo
         one_line=end <= line_end,
         inline=bool(before) and "\n" not in unit,
     )
-
-
-_BLANK = re.compile(r"(?:\s|&nbsp;|&#160;|<br ?/?>)*")
-_WORD = re.compile(r"[^\W\d_]+")
-_DATA = re.compile(r"(?:0x|[\s\d.,;:|+/\\()\[\]{}<>\"'%a-fA-F=*-])+")
-_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff]")
-_SENTENCE_END = re.compile(r"[.!?。！？]|\n")
-
-
-class UnitClass(StrEnum):
-    """Blanks; marks without letters and digits; numbers; words."""
-
-    BLANK = "blank"
-    DECORATION = "decoration"
-    DATA = "data"
-    WORDS = "words"
-
-
-def classify(unit: str) -> UnitClass:
-    """The class of a repeated unit."""
-    if _BLANK.fullmatch(unit):
-        return UnitClass.BLANK
-    if not any(c.isalnum() for c in unit):
-        return UnitClass.DECORATION
-    if any(c.isdigit() for c in unit) and _DATA.fullmatch(unit):
-        return UnitClass.DATA
-    return UnitClass.WORDS
-
-
-def is_sentence(unit: str) -> bool:
-    """Whether the unit holds an end mark or a line break, so that a text may stop after it."""
-    return _SENTENCE_END.search(unit) is not None
-
-
-def word_count(unit: str) -> int:
-    """Words in the unit."""
-    return len(_WORD.findall(unit))
-
-
-def loop_kind(unit: str) -> str:
-    """The name of a loop of `unit`; the six patterns that the field's tool looks for keep names of
-    their own.
-    """
-    marks = "".join(unit.split()).lower()
-    if not marks:
-        return "newline_loop" if "\n" in unit else "blank_flood"
-    if set(marks) == {"*"}:
-        return "asterisk_attractor"
-    if classify(unit) is UnitClass.DECORATION:
-        return "delimiter_loop"
-    words = _WORD.findall(unit.lower())
-    if marks == "the":
-        return "the_the_the"
-    if marks == "a":
-        return "a_a_a"
-    if is_sentence(unit.strip().rstrip(".!?。！？")) or (is_sentence(unit) and len(words) > 2):
-        return "sentence_loop"
-    one_word = (
-        len(words) <= 1 and len(marks) < 24 and (len(marks) <= 2 or not _UNSPACED.search(marks))
-    )
-    return "single_token_loop" if one_word else "phrase_loop"
-
-
-# Loops with small changes: a counter that grows, a word swapped, a clause dropped now and then.
-#
-# Numbers are masked, and a stretch counts when at least 85 % of its tokens equal the token one
-# period before. Data does the same (logs, tables, JSON), so only running prose is judged: few
-# marks, and copies that do not stand on lines of their own. Copies on lines count only where the
-# server says that the text was cut off.
-
-MIN_REPEATS = 8
-MIN_TOKENS = 48
-MIN_SAME = 0.85
-MIN_CHARS = 200
-LONG_PERIOD = 8
-"""Tokens from which a line says something: shorter ones must come again more often."""
-MAX_MARKS = 0.3
-MIN_LETTERS = 0.6
-
-
-def detect_near_loop(view: TextView) -> Detection | None:
-    """The first near-loop in running prose."""
-    ids = view.masked_tokens.ids
-    if len(ids) < MIN_TOKENS:
-        return None
-    counts = Counts(view)
-    found = [d for p in range(2, MAX_PERIOD + 1) if (d := _with_period(view, counts, ids, p))]
-    return min(found, key=lambda d: d.onset_char, default=None)
-
-
-def _with_period(
-    view: TextView, counts: Counts, ids: NDArray[Any], period: int
-) -> Detection | None:
-    width = max((MIN_REPEATS - 1) * period, MIN_TOKENS)
-    if len(ids) < width + period:
-        return None
-    same = running_count(ids[period:] == ids[:-period])
-    alike = same[width:] - same[:-width] >= MIN_SAME * width
-    if not alike.any():
-        return None
-    starts, ends = true_stretches(alike)
-    for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        start = first + int(
-            np.argmax(np.diff(same[first : first + width + 1]))
-        )  # the first token that comes again
-        last = min(end + width + period - 2, len(ids) - 1)
-        a, b = int(view.tokens.starts[start]), int(view.tokens.ends[last])
-        if _is_prose_loop(view, counts, a, b, start, last, period):
-            unit = view.text[a : int(view.tokens.starts[start + period])]
-            exact = bool(same[end + width - 1] - same[start] == end + width - 1 - start)
-            kind = "counter_loop" if exact and any(c.isdigit() for c in unit) else "near_loop"
-            evidence = {
-                "unit": quote(unit),
-                "period_tokens": period,
-                "repeats": round((last + 1 - start) / period, 1),
-            }
-            return Detection(kind, a, b, evidence)
-    return None
-
-
-def _is_prose_loop(
-    view: TextView, counts: Counts, a: int, b: int, first: int, last: int, period: int
-) -> bool:
-    tokens = last + 1 - first
-    marks = tokens - int(counts.words[last + 1] - counts.words[first])
-    letters = int(counts.letters[b] - counts.letters[a])
-    if b - a < MIN_CHARS or marks > MAX_MARKS * tokens or letters < MIN_LETTERS * (b - a):
-        return False
-    if int(counts.breaks[b] - counts.breaks[a]) * 4 * period < tokens:
-        return True
-    at_end = len(view.words) - 1 - last <= period
-    repeats = MIN_REPEATS if period >= LONG_PERIOD else 12
-    return view.ending is Ending.CUT and at_end and tokens >= repeats * period
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Running counts with a leading 0, so that a passage of any length is counted in one step."""
-
-    view: TextView
-
-    @cached_property
-    def words(self) -> NDArray[np.int64]:
-        """Tokens that are no marks, before each token."""
-        return running_count(self.view.is_word)
-
-    @cached_property
-    def letters(self) -> NDArray[np.int64]:
-        """Letters before each code point."""
-        return running_count(mapped(self.view.codes, str.isalpha))
-
-    @cached_property
-    def breaks(self) -> NDArray[np.int64]:
-        """Line breaks before each code point."""
-        return running_count(self.view.codes == ord("\n"))
-
-
-# Find where a sequence repeats itself with a fixed period: compare it with itself, shifted.
-#
-# A sequence x has period p on a stretch where x[i] = x[i − p]. For each p up to `max_period` one
-# vectorised comparison finds all such stretches, so the cost is max_period · n, linear in the
-# length.
-
-
-@dataclass(frozen=True)
-class Run:
-    """A stretch [start, end) of a sequence, in units, that repeats with `period`."""
-
-    period: int
-    start: int
-    end: int
-
-    @property
-    def repeats(self) -> float:
-        """How many times the unit stands there, the last time perhaps in part."""
-        return (self.end - self.start) / self.period
-
-
-def periodic_runs(
-    ids: NDArray[Any], *, max_period: int = 64, min_repeats: int = 4, min_length: int = 1
-) -> Sequence[Run]:
-    """Maximal runs with period ≤ `max_period`, at least `min_repeats` periods and `min_length`
-    units long.
-
-    A run already explained by a smaller period is left out (aaaa has period 1, not 2). Order: by
-    period, start.
-    """
-    covered = np.zeros(len(ids) + 1, dtype=np.int64)
-    runs: list[Run] = []
-    for period in range(1, min(max_period, len(ids) // min_repeats) + 1):
-        need = max(min_repeats * period, min_length)
-        same = ids[period:] == ids[:-period]
-        if not has_stretch(same, need - period):
-            continue
-        starts, ends = true_stretches(same)
-        ends = ends + period
-        keep = ends - starts >= need
-        if not keep.any():
-            continue
-        seen = np.concatenate(([0], np.cumsum(covered[:-1] > 0)))
-        for start, end in zip(starts[keep].tolist(), ends[keep].tolist(), strict=True):
-            if seen[end] - seen[start] < 0.9 * (end - start):
-                runs.append(Run(period, start, end))
-                covered[start:end] = 1
-    return runs

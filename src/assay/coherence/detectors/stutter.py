@@ -20,8 +20,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import assay.coherence.text as language
-from assay.coherence.text import Detection, TextView
+import assay.coherence.language as language
+from assay.coherence.detection import Detection, Family
+from assay.coherence.text import TextView
 from assay.stats import cluster_ratio
 
 _SAID_TWICE = """
@@ -219,5 +220,5 @@ def detect_stutter(view: TextView) -> Detection | None:
         ):
             onset = group[0].start() + len(group[0].group(1))
             evidence = {"words": [m.group(1) for m in found[:5]], "count": len(found)}
-            return Detection("stutter", onset, found[-1].end(), evidence)
+            return Detection("stutter", onset, found[-1].end(), evidence, Family.STUTTER)
     return None
