@@ -73,8 +73,7 @@ def check(url: str, *, progress: Progress | None = None, **options: Any) -> Repo
     `progress(what, steps)` opens a piece of work and gives a function to call after each step, here
     as everywhere.
     """
-    from assay.coherence.check import run_check
-    from assay.coherence.options import CheckOptions
+    from assay.coherence.check import CheckOptions, run_check
     from assay.environment import recorded
     from assay.progress import NO_PROGRESS
 
@@ -86,8 +85,7 @@ def watch(url: str, **options: Any) -> Report:
     model? Options: `assay watch --help`.
     """
     from assay.environment import recorded
-    from assay.monitor.options import WatchOptions
-    from assay.monitor.watch import run_watch
+    from assay.monitor.watch import WatchOptions, run_watch
 
     return recorded(run_watch(url, WatchOptions.of(options)))
 

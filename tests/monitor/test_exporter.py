@@ -107,7 +107,7 @@ def test_a_webhook_gets_every_alarm_and_its_failures_are_counted() -> None:
     with StubServer() as stub:
         stub.on("POST /hook", lambda e: e.json({}))
         watched = watch(40, webhook=f"{stub.url}/hook")
-        watched._raise("broken", "it writes !!!!")
+        watched.log.raise_alarm("broken", "it writes !!!!")
         assert watched.webhook is not None
         watched.webhook.flush(10)
         (alarm,) = (b for b in stub.bodies("POST /hook") if b["kind"] == "alarm")
@@ -198,7 +198,7 @@ def test_a_real_prometheus_scrapes_the_watch_and_raises_the_alert(tmp_path: Path
     watched = watch()
     with scraping(watched, tmp_path) as api:
         assert until(lambda: value(api, 'assay_watch_state{state="ok"}')) == "1"
-        watched._raise("broken", "garbage")
+        watched.log.raise_alarm("broken", "garbage")
         names = until(
             lambda: [a["labels"]["alertname"] for a in get(api, "/alerts").get("alerts", ())]
         )
@@ -217,7 +217,7 @@ def test_every_query_of_the_dashboard_and_the_rules_has_an_answer(tmp_path: Path
     assert len(shown) >= 10 and len(rules) == 8
     with scraping(watched, tmp_path) as api:
         assert until(lambda: value(api, 'assay_watch_state{state="ok"}')) == "1"
-        watched._raise("broken", "garbage")
+        watched.log.raise_alarm("broken", "garbage")
         assert until(lambda: value(api, 'assay_watch_alarm{alarm="broken"}') == "1")
         empty = []
         for expr in (*shown, *rules):

@@ -388,7 +388,7 @@ def test_a_simulated_year_has_no_false_alarm_and_stays_small(tmp_path: Path) -> 
         if n % 2900 == 2899:
             watch.save()
             sizes.append(sum(f.stat().st_size for f in (tmp_path / "cache" / "watch").iterdir()))
-    assert not watch.raised and watch.rounds["ok"] == 365 * 24
+    assert not watch.log.raised and watch.rounds["ok"] == 365 * 24
     assert len(watch.events) <= 100 and len(watch.canary.budget.spent) <= 240
     assert max(sizes) < 65_536 and max(sizes) - min(sizes) < 200
     canary.shift = 0.01
@@ -505,8 +505,8 @@ def test_every_alarm_has_a_finding_and_every_quantity_an_alarm() -> None:
     clock = Clock()
     watch = Watch("http://127.0.0.1:9", WatchOptions(listen="none"), Replayed(clock), clock=clock)  # type: ignore[arg-type]
     for name in ALARMS:
-        watch._raise(name, "why")
-        assert watch._finding(name).title == f"{ALARMS[name].title}: why"
+        watch.log.raise_alarm(name, "why")
+        assert watch.log._finding(name).title == f"{ALARMS[name].title}: why"
     for scores in (True, False):
         from assay.monitor.change import Changes
 

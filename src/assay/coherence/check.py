@@ -15,6 +15,8 @@ from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Report
 
+__all__ = ["CheckOptions", "run_check"]
+
 
 def run_check(
     url: str, options: CheckOptions | None = None, progress: Progress = NO_PROGRESS

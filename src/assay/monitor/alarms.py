@@ -77,6 +77,12 @@ ALARMS: Mapping[str, Alarm] = {
         ("another model was deployed here",),
         _LOOK,
     ),
+    "root": Alarm(
+        "server.root_changed",
+        "another checkpoint is served under the same name",
+        ("another model, revision or quantisation was deployed here",),
+        _LOOK,
+    ),
     "several_servers": Alarm(
         "server.several_servers",
         "several servers answer at this address",

@@ -115,6 +115,8 @@ class Round:
     started: float | None = None
     """When the server's process began, where its metrics say so."""
     model: str = ""
+    root: str = ""
+    """What the server loaded under the model's name, where it says so."""
     listed: tuple[str, ...] = ()
     version: str = ""
     speculation: Assessment | None = None
@@ -268,7 +270,10 @@ class Canary:
         found.version = one_line(
             f"{engine.identity.kind} {engine.identity.version or ''}", MOST_CHARS
         )
-        found.listed = tuple(one_line(name, MOST_CHARS) for name in engine.listed()[:1000])
+        cards = engine.cards()[:1000]
+        found.listed = tuple(one_line(card.id, MOST_CHARS) for card in cards)
+        roots = (card.root for card in cards if card.id == engine.model and card.root)
+        found.root = one_line(next(roots, ""), MOST_CHARS)
         self._counters(found, engine)
         latencies = []
         for kind in self._chosen():

@@ -16,6 +16,8 @@ from assay.monitor.loop import Watch
 from assay.monitor.options import WatchOptions
 from assay.verdict import Report
 
+__all__ = ["WatchOptions", "run_watch"]
+
 
 def run_watch(
     url: str,

@@ -379,9 +379,13 @@ class ServerEngine:
             "utf-8", "replace"
         )
 
+    def cards(self) -> tuple[ModelCard, ...]:
+        """The models that it lists now; empty where it has no list."""
+        return list_models(self._transport) or ()
+
     def listed(self) -> tuple[str, ...]:
         """The names of the models that it lists now; empty where it has no list."""
-        return tuple(card.id for card in list_models(self._transport) or ())
+        return tuple(card.id for card in self.cards())
 
     def metrics(self) -> Metrics:
         """The server's Prometheus metrics as they are now."""
