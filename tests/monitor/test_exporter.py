@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from assay.monitor.canary import State
 from assay.monitor.exporter import Exporter, parse_listen
 from assay.monitor.loop import Watch
 from assay.monitor.options import WatchOptions
+from assay.monitor.status import status_of
 from assay.monitor.webhook import Webhook
 from assay.serving.launch import free_port
 from monitor.watched import Clock, Replayed
@@ -58,7 +60,7 @@ def tool(name: str) -> str:
 
 def test_the_pages_say_what_the_watch_knows() -> None:
     watched = watch()
-    with Exporter("127.0.0.1:0", watched.status) as exporter:
+    with Exporter("127.0.0.1:0", partial(status_of, watched)) as exporter:
         root = f"http://127.0.0.1:{exporter.port}"
         page = httpx.get(f"{root}/metrics")
         assert (
@@ -89,7 +91,7 @@ def test_the_pages_say_what_the_watch_knows() -> None:
         watched.clock.now += 1e6  # type: ignore[attr-defined]
         assert httpx.get(f"{root}/healthz").status_code == 503
         with pytest.raises(UsageError, match="cannot listen"):
-            Exporter(f"127.0.0.1:{exporter.port}", watched.status)
+            Exporter(f"127.0.0.1:{exporter.port}", partial(status_of, watched))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_a_webhook_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_promtool_accepts_the_page(tmp_path: Path) -> None:
-    with Exporter("127.0.0.1:0", watch().status) as exporter:
+    with Exporter("127.0.0.1:0", partial(status_of, watch())) as exporter:
         page = httpx.get(f"http://127.0.0.1:{exporter.port}/metrics").content
     done = subprocess.run(
         [tool("promtool"), "check", "metrics"], input=page, capture_output=True, check=False
@@ -153,7 +155,7 @@ def test_promtool_accepts_the_rules_and_they_fire_when_they_should() -> None:
 
 
 def test_rules_and_dashboard_name_metrics_and_alarms_that_exist() -> None:
-    with Exporter("127.0.0.1:0", watch().status) as exporter:
+    with Exporter("127.0.0.1:0", partial(status_of, watch())) as exporter:
         page = httpx.get(f"http://127.0.0.1:{exporter.port}/metrics").text
     known = {s.name for f in text_string_to_metric_families(page) for s in f.samples}
     known |= {"assay_watch_queue_length", "assay_watch_acceptance_ratio"}  # of servers that tell
@@ -172,7 +174,7 @@ def test_rules_and_dashboard_name_metrics_and_alarms_that_exist() -> None:
 def scraping(watched: Watch, folder: Path) -> Iterator[str]:
     """A real Prometheus with the example's settings that scrapes a watch; the URL of its API."""
     binary, port = tool("prometheus"), free_port()
-    with Exporter("127.0.0.1:0", watched.status) as exporter:
+    with Exporter("127.0.0.1:0", partial(status_of, watched)) as exporter:
         config = (
             (EXAMPLES / "prometheus.yml")
             .read_text()
@@ -302,4 +304,4 @@ def until(ask: Any, seconds: float = 120) -> Any:
 
 
 def test_states_are_the_words_of_the_exporter() -> None:
-    assert {s.value for s in State} < set(watch(1).status()["states"])
+    assert {s.value for s in State} < set(status_of(watch(1))["states"])

@@ -21,6 +21,8 @@ from assay.monitor.canary import Budget, Round, State
 from assay.monitor.change import LEARN
 from assay.monitor.loop import Watch
 from assay.monitor.options import WatchOptions
+from assay.monitor.report import report_of
+from assay.monitor.status import status_of
 from assay.monitor.watch import run_watch
 from assay.verdict import Severity, Verdict
 from monitor.watched import Clock, Replayed, asked, model, serve, watch_of
@@ -60,7 +62,7 @@ def learnt(stub: StubServer, **options: object) -> Watch:
 def test_a_healthy_server_is_learnt_and_passes() -> None:
     with StubServer() as stub:
         watch = learnt(stub)
-        report = watch.report()
+        report = report_of(watch)
         assert report.verdict is Verdict.PASS and report.exit_code == 0
         assert report.results["watch"]["finds_s"] <= 3600
         assert watch.changes is not None and len(watch.changes.numbers.base) == 12
@@ -181,7 +183,7 @@ def test_a_server_that_is_gone_is_down_and_comes_back() -> None:
         watch.canary.close()
     assert asked(watch, 2) == [State.DOWN, State.DOWN] and watch.state == "down"
     assert set(watch.alarms) == {"down"} and "refused" in watch.last.reason
-    report = watch.report()
+    report = report_of(watch)
     assert report.verdict is Verdict.FAIL and report.findings[0].id == "server.down"
 
 
@@ -210,7 +212,7 @@ def test_a_drift_is_found_within_an_hour_and_its_values_do_not_enter_the_baselin
         asked(watch, 60)
         assert "bits_per_byte.up" in watch.alarms and watch.state == "changed"
         assert watch.changes.numbers.base == before
-        report = watch.report()
+        report = report_of(watch)
         assert report.exit_code == 1 and report.findings[0].id == "server.drift"
         assert stub.url in report.findings[0].remedies[0]
         watch.canary.close()
@@ -293,7 +295,7 @@ def test_another_model_at_night_and_several_servers_are_told() -> None:
         assert [e["text"] for e in watch.events if e["kind"] == "restarted"] == [
             "the server's process is a new one"
         ]
-        assert [f.severity for f in watch.report().findings] == [Severity.ERROR, Severity.WARNING]
+        assert [f.severity for f in report_of(watch).findings] == [Severity.ERROR, Severity.WARNING]
         watch.canary.close()
 
 
@@ -417,7 +419,7 @@ def test_a_slow_server_is_asked_less_often_so_that_the_load_holds() -> None:
             costs += watch.step().cost_s
         assert watch.wait() > 300
         assert costs / (clock.now - began) <= 0.0105
-        assert (watch.status()["load"] or 0) <= 0.0105
+        assert (status_of(watch)["load"] or 0) <= 0.0105
         watch.canary.close()
 
 
@@ -458,7 +460,7 @@ def test_no_json_kills_it(value: object) -> None:
         for route in (*ROUTES, "GET /v1/models", "GET /metrics"):
             stub.on(route, text(json.dumps(value)))
         asked(watch, 2)
-        assert watch.report().exit_code in (0, 1, 2, 3)
+        assert report_of(watch).exit_code in (0, 1, 2, 3)
         watch.canary.close()
 
 

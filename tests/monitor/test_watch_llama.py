@@ -17,6 +17,7 @@ from assay.demo.models import SMOLLM2, gguf_of
 from assay.monitor.canary import Canary, State
 from assay.monitor.loop import Watch
 from assay.monitor.options import WatchOptions
+from assay.monitor.report import report_of
 from assay.runs import cache_dir
 from assay.serving.launch import free_port
 from monitor.watched import impatient
@@ -87,7 +88,7 @@ def test_restarts_are_survived_and_another_model_at_night_is_found(port: int) ->
             "first_tokens",
             "tool_call",
         }
-        assert watched.alarms and watched.report().exit_code == 1
+        assert watched.alarms and report_of(watched).exit_code == 1
     watched.canary.close()
 
 

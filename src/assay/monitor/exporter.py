@@ -46,7 +46,7 @@ class _Collector:
 
 
 def families(status: Mapping[str, Any]) -> Iterator[Family]:
-    """The status of a watch (`Watch.status`) as Prometheus metrics; what is not known has no
+    """The status of a watch (`status_of`) as Prometheus metrics; what is not known has no
     sample.
     """
 

@@ -21,12 +21,9 @@ from assay.monitor.alarms import CHANGES
 from assay.monitor.canary import Canary, Round, State
 from assay.monitor.change import LEARN, Changes, Numbers
 from assay.monitor.options import WatchOptions
-from assay.monitor.report import report_of
-from assay.monitor.status import status_of
 from assay.monitor.webhook import Webhook
 from assay.runs import Kept, cache_dir
 from assay.speculation.health import Health
-from assay.verdict import Report
 
 IN_A_ROW = 2
 """Rounds in a row that are broken or down before an alarm is raised."""
@@ -74,7 +71,7 @@ class Watch:
         self.at: float | None = None
         """When the last round ended, by the wall clock."""
         self.beat = self.clock()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         if self.options.new_baseline:
             self.kept.forget("state")
         elif (state := self.kept.get("state")) is not None:
@@ -107,7 +104,7 @@ class Watch:
         """Ask a round, judge it, tell what is new, keep the state."""
         self.canary.watched = self.model
         found = self.canary.round()
-        with self._lock:
+        with self.lock:
             self.last, self.at, self.beat = found, self.wall(), self.clock()
             self.done += 1
             self.met.add(found.state)
@@ -121,15 +118,6 @@ class Watch:
             self._set_state(found)
         self.save()
         return found
-
-    def status(self) -> dict[str, Any]:
-        """Everything that is known now, as plain JSON types."""
-        with self._lock:
-            return status_of(self)
-
-    def report(self, interrupted: bool = False) -> Report:
-        """What the watch found."""
-        return report_of(self, interrupted)
 
     def _whether_it_works(self, found: Round) -> None:
         bad = found.state in (State.BROKEN, State.DOWN)
@@ -233,7 +221,7 @@ class Watch:
 
     def save(self) -> None:
         """Keep the state."""
-        with self._lock:
+        with self.lock:
             state = self.log.to_json() | {
                 "changes": self.changes.state() if self.changes else None,
                 "numbers": self.changes.numbers.name if self.changes else None,

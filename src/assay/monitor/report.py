@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from assay.errors import AssayError
 from assay.monitor.canary import State
 from assay.monitor.change import CALM, LEARN, MONTH_S
+from assay.monitor.loop import Watch
+from assay.monitor.status import status_of
 from assay.verdict import Metric, Report, Severity, Table, Verdict
-
-if TYPE_CHECKING:
-    from assay.monitor.loop import Watch
 
 _SUMMARIES = {
     Verdict.PASS: "nothing changed while it was watched.",
@@ -21,7 +19,7 @@ _SUMMARIES = {
 
 def report_of(watch: Watch, interrupted: bool = False) -> Report:
     """What the watch found, alarms of this process first."""
-    status = watch.status()
+    status = status_of(watch)
     findings = watch.log.findings()
     verdict = Verdict.PASS
     if watch.met <= {State.DOWN}:

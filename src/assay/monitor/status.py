@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from assay.monitor.alarms import ALARMS
-
-if TYPE_CHECKING:
-    from assay.monitor.loop import Watch
+from assay.monitor.loop import Watch
 
 STATES = ("learning", "ok", "changed", "busy", "broken", "down")
 _DRIFT = 0.01
@@ -17,6 +15,11 @@ _DRIFT = 0.01
 
 def status_of(watch: Watch) -> dict[str, Any]:
     """The status of a watch: what its pages, its metrics and its report show."""
+    with watch.lock:
+        return _status(watch)
+
+
+def _status(watch: Watch) -> dict[str, Any]:
     changes, last = watch.changes, watch.last
     up = changes.numbers.detectors.get("up") if changes else None
     evidence = {

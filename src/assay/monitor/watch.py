@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from assay.engines.server.engine import read_key
 from assay.engines.server.http import parse_url
@@ -14,6 +15,8 @@ from assay.monitor.canary import Canary
 from assay.monitor.exporter import Exporter, parse_listen
 from assay.monitor.loop import Watch
 from assay.monitor.options import WatchOptions
+from assay.monitor.report import report_of
+from assay.monitor.status import status_of
 from assay.verdict import Report
 
 __all__ = ["WatchOptions", "run_watch"]
@@ -48,7 +51,7 @@ def run_watch(
         held.callback(canary.close)
         if options.listen != "none":
             parse_listen(options.listen)
-            exporter = held.enter_context(Exporter(options.listen, watch.status))
+            exporter = held.enter_context(Exporter(options.listen, partial(status_of, watch)))
             say(
                 "metrics at"
                 f" http://{options.listen.rpartition(':')[0] or '127.0.0.1'}:{exporter.port}/metrics"
@@ -66,7 +69,7 @@ def run_watch(
             watch.save()
             if watch.webhook is not None:
                 watch.webhook.flush(5.0)
-            return watch.report(interrupted)
+            return report_of(watch, interrupted)
 
 
 @contextlib.contextmanager
