@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from assay import demo
 from assay.plugins import GROUPS
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +56,9 @@ def _install(folder: Path, name: str, version: str, points: dict[str, dict[str, 
     (info / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
     )
+    (info / "RECORD").write_text(
+        f"{name}/__init__.py,,\n"
+    )  # by which a package's metadata is found
     lines = [
         f"[{group}]\n" + "".join(f"{n} = {t}\n" for n, t in of.items())
         for group, of in points.items()
@@ -61,18 +66,21 @@ def _install(folder: Path, name: str, version: str, points: dict[str, dict[str, 
     (info / "entry_points.txt").write_text("\n".join(lines))
 
 
-def assay(site: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """A command in a process of its own that has the package: exit code, the JSON, standard error."""
-    path = os.pathsep.join(
+def search_path(site: Path) -> str:
+    return os.pathsep.join(
         filter(None, (str(site), os.environ.get("PYTHONPATH"), str(ROOT / "src")))
     )
+
+
+def assay(site: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """A command in a process of its own that has the package: exit code, the JSON, standard error."""
     done = subprocess.run(
         [sys.executable, "-m", "assay", *arguments, "--json"],
         capture_output=True,
         text=True,
         check=False,
         timeout=400,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": search_path(site)},
     )
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout), done.stderr
@@ -83,8 +91,9 @@ def active(report: dict[str, Any]) -> dict[str, str | None]:
 
 
 def test_there_is_an_example_of_every_kind_and_none_is_long() -> None:
+    laboratory = pytest.importorskip("assay_lab")
     points = tomllib.loads(FILES["pyproject.toml"])["project"]["entry-points"]
-    assert set(points) == set(GROUPS)
+    assert set(points) == {*GROUPS, *laboratory.PLUGIN_GROUPS}
     assert {
         name: n for name, text in FILES.items() if (n := len(text.strip().splitlines())) > 20
     } == {}
@@ -146,6 +155,48 @@ def test_a_rule_and_one_that_fails_in_use(site: Path, tmp_path: Path) -> None:
         "'bad' (assay.rules) of bad-assay 2.0 failed: ZeroDivisionError"
         in report["findings"][0]["title"]
     )
+
+
+def test_a_verb_and_the_card_of_its_reports(site: Path, tmp_path: Path) -> None:
+    text, html, stored = (tmp_path / name for name in ("note.txt", "out.html", "words.json"))
+    text.write_text("three short words")
+    code, report, _ = assay(site, "words", str(text), "--html", str(html))
+    assert (code, report["command"], report["results"]) == (0, "words", {"words": 3})
+    assert active(report)["words"] is None
+    assert "3" in html.read_text()
+    stored.write_text(json.dumps(report))
+    code, report, _ = assay(site, "card", str(stored), "--out", str(tmp_path / "card"))
+    assert code == 0, report
+    shown = "".join(p.read_text() for p in (tmp_path / "card").iterdir() if p.suffix == ".md")
+    assert "assay words note.txt" in shown
+    code, report, _ = assay(site, "words", str(tmp_path / "missing.txt"))
+    assert (code, report["findings"][0]["id"]) == (2, "server.usage")
+    help = subprocess.run(
+        [sys.executable, "-m", "assay", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": search_path(site)},
+    ).stdout
+    assert "Count the words of texts." in help
+
+
+@pytest.mark.engine
+def test_a_hook_of_vllm(site: Path, tmp_path: Path, smollm2: Path) -> None:
+    model = shutil.copytree(smollm2, tmp_path / "acme")
+    config = json.loads((model / "config.json").read_text())
+    config["architectures"] = ["AcmeForCausalLM"]  # which vLLM does not know by itself
+    (model / "config.json").write_text(json.dumps(config))
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "a text that is long enough for a few windows of tokens, and then some more " * 40
+    )
+    shape = ("--text", str(text), "--windows", "8", "--length", "32", "--no-floors")
+    small = "max_model_len=128&max_num_batched_tokens=512&kv_cache_gib=0.25"
+    spec = f"vllm:{model}?python={demo.vllm_python()}&{small}"
+    code, report, said = assay(site, "compare", str(smollm2), spec, *shape)
+    assert code in (0, 1, 3), (report["findings"], said)
+    assert report["results"]["ppl_reference"] > 1
 
 
 @pytest.mark.engine

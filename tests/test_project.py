@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import assay
+from assay.extras import EXTRA_OF
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -74,6 +75,15 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
         (["grade", "loop.txt"], 1, "degenerate"),
         (["spec", "log.txt"], 0, "healthy"),
         (["verify", "model", "--json"], 2, "checkpoint."),
+        (["gate", "--help"], 0, "contract"),
+        (["gate", "--contract", "gate.toml"], 2, "pip install 'llm-assay[hf]'"),
+        (["compare", "a", "b"], 2, "pip install 'llm-assay[hf]'"),
+        (["compare", "a", "b", "--json"], 2, '"fidelity.not_installed"'),
+        (["reference", "a", "--out", "stored"], 2, "pip install 'llm-assay[hf]'"),
+        (["demo"], 2, "pip install 'llm-assay[demo]'"),
+        (["kv", "eval", "a", "--json"], 2, "pip install 'llm-assay[lab]'"),
+        (["gap", "a", "b"], 2, "pip install 'llm-assay[lab]'"),
+        (["heads", "train", "a"], 2, "pip install 'llm-assay[lab]'"),
     ],
 )
 def test_the_core_works_without_torch(
@@ -87,10 +97,14 @@ def test_the_core_works_without_torch(
         " 0.800, 0.600, 0.400, Avg Draft acceptance rate: 60.0%\n"
     )
     (tmp_path / "model").mkdir()
+    (tmp_path / "gate.toml").write_text(
+        '[reference]\nengine = "hf:a"\n[subject]\nengine = "hf:b"\n[compare]\n'
+    )
     program = (
         f"import sys; sys.path.insert(0, {str(wheel)!r})\nfor name in ('torch', 'transformers',"
-        " 'vllm', 'llama_cpp', 'accelerate'): sys.modules[name] = None\nfrom assay.cli.main import"
-        " main; main(sys.argv[1:])"
+        " 'vllm', 'llama_cpp', 'accelerate', 'gguf'): sys.modules[name] = None\nfrom assay import"
+        " plugins; plugins._points = lambda group: ()\nfrom assay.cli.main import main;"
+        " main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(
@@ -98,6 +112,19 @@ def test_the_core_works_without_torch(
     )
     assert done.returncode == code, done.stderr
     assert said in done.stdout
+
+
+def test_the_extra_that_a_missing_package_needs_is_one_that_has_it() -> None:
+    project = {
+        name: tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]
+        for name in (".", "lab")
+    }
+    extras = project["."]["optional-dependencies"]
+    brought = {extra: " ".join(packages).replace("-", "_") for extra, packages in extras.items()}
+    brought["lab"] += " ".join(project["lab"]["dependencies"])
+    brought["hf"] += " tokenizers"  # of transformers
+    brought["gguf"] += " llama_cpp"
+    assert {p: e for p, e in EXTRA_OF.items() if not re.search(rf"\b{p}", brought[e])} == {}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

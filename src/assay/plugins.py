@@ -30,7 +30,10 @@ GROUPS = {
     "assay.cards": (
         "function(subject, results) -> command line, for reports of the verb NAME in a card"
     ),
-    "assay.vllm_hooks": "object with register() and prepare(value, model), for vLLM's processes",
+    "assay.vllm_hooks": (
+        "object with register(), called in vLLM's processes; that of `kv_pages` has"
+        " prepare(calibration, model) too"
+    ),
 }
 """What an entry point of each group names."""
 

@@ -28,6 +28,7 @@ import typer.core
 from assay import signals
 from assay.engines.machine import out_of_memory
 from assay.errors import AssayError, UsageError
+from assay.extras import not_installed
 from assay.options import Declared, Options, declared_options, option
 from assay.plugins import Plugin, culprit, get, names
 from assay.verdict import EXIT_BUG, Finding, Report, Severity, Verdict
@@ -323,7 +324,11 @@ def run(name: str, output: Output, body: Callable[[], Report]) -> int:
         except KeyboardInterrupt:
             report = interrupted_report(name)
         except Exception as error:
-            if out_of_memory(error):
+            if isinstance(error, ImportError) and (
+                missing := not_installed(f"assay {name}", error, f"{area_of(name)}.not_installed")
+            ):
+                report = error_report(name, missing)
+            elif out_of_memory(error):
                 report = error_report(name, _no_memory(error, area_of(name)))
             elif plugin := culprit(error.__traceback__):
                 report = error_report(name, _failed(plugin, error, area_of(name)))

@@ -180,7 +180,7 @@ def _missing(error: ImportError) -> AssayError:
         "building a model from GGUF needs packages that are not installed:"
         f" {str(error).strip().splitlines()[0]}",
         finding_id="server.missing_package",
-        remedy="install assay with its extra demo: pip install '.[demo]' in its checkout",
+        remedy="pip install 'llm-assay[demo]'",
     )
 
 
@@ -417,5 +417,5 @@ def _unproven(path: Path, why: str) -> AssayError:
     return AssayError(
         f"the tokenizer of {path.name} cannot be proven: {why}",
         finding_id="checkpoint.not_examined",
-        remedy="install the extra gguf: pip install '.[gguf]' in assay's folder",
+        remedy="pip install 'llm-assay[gguf]'",
     )

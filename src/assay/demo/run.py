@@ -382,7 +382,7 @@ def _require_packages() -> None:
         raise AssayError(
             f"the demo needs packages that are not installed: {', '.join(missing)}",
             finding_id="server.missing_package",
-            remedy="install assay with its extra demo: pip install '.[demo]' in its checkout",
+            remedy="pip install 'llm-assay[demo]'",
         )
 
 

@@ -127,7 +127,7 @@ def load_library() -> Any:
         raise AssayError(
             f"gguf: needs llama-cpp-python, which cannot be loaded: {reason}",
             finding_id="fidelity.engine_missing",
-            remedy="install the extra gguf: pip install '.[gguf]' in assay's folder",
+            remedy="pip install 'llm-assay[gguf]'",
         ) from error
     llama_cpp.llama_log_set(_log_callback(llama_cpp), ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()

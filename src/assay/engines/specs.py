@@ -194,7 +194,7 @@ def require_packages(what: str) -> None:
             raise AssayError(
                 f"{what} needs {name}, which is not installed",
                 finding_id="fidelity.engine_missing",
-                remedy="install assay with its extra hf: pip install '.[hf]' in its checkout",
+                remedy="pip install 'llm-assay[hf]'",
             )
 
 

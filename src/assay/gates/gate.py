@@ -21,7 +21,7 @@ from assay.engines.machine import out_of_memory
 from assay.engines.server.engine import ServerEngine
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
-from assay.fidelity.compare import run_compare
+from assay.extras import not_installed
 from assay.fidelity.plan import printable
 from assay.gates.contract import (
     DEFAULT,
@@ -158,6 +158,12 @@ def run_gate(options: GateOptions | None = None, progress: Progress = NO_PROGRES
 # The parts.
 
 
+def _compared(options: Any, progress: Progress) -> Report:
+    from assay.fidelity.compare import run_compare  # needs torch, which a contract may not
+
+    return run_compare(options, progress)
+
+
 def _spec(contract: Contract, options: Any) -> Report:
     return examine(list(contract.subject.logs) or [str(contract.subject.server)], options)
 
@@ -169,7 +175,7 @@ _RUN: Mapping[str, Callable[[Contract, Any, Progress], Report]] = {
         ("identity", "determinism", "check", "tools"),
         lambda c, options, show: run_check(str(c.subject.server), options, show),
     ),
-    "compare": lambda c, options, show: run_compare(options, show),
+    "compare": lambda _, options, show: _compared(options, show),
 }
 
 
@@ -184,6 +190,11 @@ def run_part(contract: Contract, name: str, progress: Progress = NO_PROGRESS) ->
         report = Report(name, error.verdict, findings=(error.to_finding(),))
     except KeyboardInterrupt:
         report = Report(name, Verdict.INCONCLUSIVE, summary="it was interrupted", interrupted=True)
+    except ImportError as error:
+        missing = not_installed(f"[{name}]", error, f"{AREA[name]}.not_installed")
+        if missing is None:
+            raise
+        report = Report(name, missing.verdict, findings=(missing.to_finding(),))
     except Exception as error:
         if not out_of_memory(error):
             raise

@@ -378,7 +378,7 @@ def _tiered(plan: ServePlan) -> Launch:
         raise AssayError(
             f"stored blocks need {error.name}, which is not installed",
             finding_id="kv.package_missing",
-            remedy="install the extra kv (pip install '.[kv]' in assay's folder)",
+            remedy="pip install 'llm-assay[lab]'",
         ) from error
 
     size = int(plan.tier_size * 1e9)

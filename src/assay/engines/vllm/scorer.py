@@ -73,10 +73,7 @@ def find_python(named: str = "") -> Path | None:
     raise AssayError(
         "vllm: needs vLLM, which this Python does not have",
         finding_id="fidelity.engine_missing",
-        remedy=(
-            "install the extra vllm (pip install '.[vllm]' in assay's folder), or name a Python"
-            f" that has vLLM in {PYTHON}"
-        ),
+        remedy=(f"pip install 'llm-assay[vllm]', or name a Python that has vLLM in {PYTHON}"),
     )
 
 

@@ -226,10 +226,7 @@ def library() -> Any:
         raise AssayError(
             "entropy coding needs the package constriction, which is not installed",
             finding_id="kv.package_missing",
-            remedy=(
-                "install the extra kv (pip install '.[kv]' in assay's folder), or use"
-                " pca(coding=fixed)"
-            ),
+            remedy=("pip install 'llm-assay[lab]', or use pca(coding=fixed)"),
         ) from error
     return constriction
 
