@@ -83,6 +83,12 @@ def against(reference: list[WindowRows], rows: list[WindowRows]) -> dict[str, fl
     }
 
 
+def source() -> str:
+    """Modules of Python's library, one after the other."""
+    library = Path(tempfile.__file__).parent
+    return "\n\n".join(f.read_text(encoding="utf-8") for f in sorted(library.glob("*.py")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--windows", type=int, default=8)
@@ -98,12 +104,11 @@ def main() -> None:
             ids = np.random.default_rng(0).integers(1, 49_000, 40_000).tolist()
         else:
             from assay.demo.models import build_smollm2
-            from kv_texts import python_source
 
             model = build_smollm2()
         engines = {kind: HfScorer.load(f"hf:{model}?attention={kind}") for kind in KINDS}
         if not arguments.random:
-            ids = engines["sdpa"].engine.tokenize(python_source()[:120_000])
+            ids = engines["sdpa"].engine.tokenize(source()[:120_000])
         length = arguments.length
         windows = [
             Window(i, tuple(ids[i * length : (i + 1) * length])) for i in range(arguments.windows)

@@ -126,7 +126,8 @@ def documents() -> Iterator[Legit]:
     the others.
     """
     root = HERE.parent
-    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(HERE / "results").glob("*.md")]
+    folders = (root / "docs", root / "lab", HERE / "results")
+    pages = [*root.glob("*.md"), *(page for f in folders for page in f.rglob("*.md"))]
     found = {
         str(page.relative_to(root)): page.read_text(encoding="utf-8") for page in sorted(pages)
     }

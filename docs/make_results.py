@@ -14,7 +14,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1] / "src" / "assay"
+ROOT = Path(__file__).parents[1]
+SOURCES = {"lab/": ROOT / "lab" / "src" / "assay_lab", "": ROOT / "src" / "assay"}
+"""Where the files of a place begin, by what the place begins with."""
 PAGE = Path(__file__).with_name("results.md")
 
 # Verb: the functions (file:function, or file:Class.method) whose dicts are parts of its `results`.
@@ -82,7 +84,7 @@ def keys_of(place: str) -> list[str]:
     or names so.
     """
     file, _, name = place.partition(":")
-    found = dict(functions(ast.parse((ROOT / file).read_text(encoding="utf-8"))))
+    found = dict(functions(ast.parse(source(file))))
     keys: list[str] = []
 
     def take(node: ast.AST | None) -> None:
@@ -485,10 +487,16 @@ MEANINGS: dict[str, dict[str, str]] = {
 }
 
 
+def source(file: str) -> str:
+    """The text of a file of the core, or of the laboratory after `lab/`."""
+    begin = next(begin for begin in SOURCES if file.startswith(begin))
+    return (SOURCES[begin] / file.removeprefix(begin)).read_text(encoding="utf-8")
+
+
 def fields_of(place: str) -> list[str]:
     """Names of the fields of a dataclass."""
     file, _, name = place.partition(":")
-    for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+    for node in ast.parse(source(file)).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return [
                 n.target.id

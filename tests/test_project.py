@@ -178,9 +178,9 @@ def test_the_container_copies_what_exists_and_starts_assay() -> None:
 
 def test_every_script_and_results_file_that_the_docs_name_is_there() -> None:
     named = re.compile(
-        r"benchmarks/(?:results/)?[\w.-]*\w\.(?:py|sh|specs|json|jsonl|md|npz|log|gz)\b"
+        r"(?:lab/)?benchmarks/(?:\w+/)*[\w.-]*\w\.(?:py|sh|specs|jsonl|json|md|npz|log|gz)\b"
     )
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "lab").rglob("*.md")]
     missing = {
         (p.name, path)
         for p in pages

@@ -72,7 +72,9 @@ def folder(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(smollm2)
     train = "\n".join(
-        page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").rglob("*.md"))
+        page.read_text(encoding="utf-8")
+        for docs in (ROOT / "docs", ROOT / "lab" / "docs")
+        for page in sorted(docs.rglob("*.md"))
     )
     (tmp_path / "train.txt").write_text(train, encoding="utf-8")
     yield tmp_path

@@ -323,7 +323,10 @@ DENSE = {
         " NM_007294.4:c.181T>G p.(Cys61Gly); NM_000249.4:c.350C>T p.(Thr117Met)"
     ),
 }
-PAGES = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    page for docs in (ROOT / "docs", ROOT / "lab" / "docs") for page in sorted(docs.rglob("*.md"))
+]
 
 
 @pytest.mark.parametrize("text", DOCUMENTS.values(), ids=DOCUMENTS)

@@ -20,10 +20,10 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 from test_head_model import norm, rotate
 
-import assay
 from assay.checkpoint.options import VerifyOptions
 from assay.checkpoint.verify import verify
 from assay.cli.main import invoke
+from assay.engines.vllm.path import packages_alone
 from assay.errors import AssayError, UsageError
 from assay.speculation.head_file import examine_head
 from assay_lab.heads.experiment import run_try
@@ -282,7 +282,7 @@ def test_vllm_drafts_the_same(tmp_path: Path) -> None:
     generator, given = np.random.default_rng(2), ["asked.json", "found.json"]
     asked = [generator.integers(0, 250, n).tolist() for n in (7, 12, 20)]
     (tmp_path / given[0]).write_text(json.dumps(asked))
-    script = Path(__file__).parents[2] / "benchmarks" / "heads_mtp_equal.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "heads" / "heads_mtp_equal.py"
     given = [
         str(target),
         str(tmp_path / "head"),
@@ -294,7 +294,7 @@ def test_vllm_drafts_the_same(tmp_path: Path) -> None:
         **os.environ,
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(Path(assay.__file__).parents[1]),
+        "PYTHONPATH": str(packages_alone(tmp_path / "path")),
     }
     done = subprocess.run(
         [

@@ -16,7 +16,6 @@ constriction = pytest.importorskip("constriction")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv.tier_samples import HEADS, LAYERS, SPEC, WIDTH, drawn, sample, turned
 
 from assay.errors import AssayError
 from assay_lab.kv import blocks as kv_blocks
@@ -31,6 +30,7 @@ from assay_lab.kv.blocks import (
     BlockTables,
 )
 from assay_lab.kv.codecs import pca_entropy as pe
+from kv.tier_samples import HEADS, LAYERS, SPEC, WIDTH, drawn, sample, turned
 
 KEY = bytes(range(32))
 

@@ -13,10 +13,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 pytest.importorskip("numba")
 
-from kv.tier_samples import WIDTH, drawn, sample, turned
-
 from assay.errors import AssayError
 from assay_lab.kv.blocks import BlockCodec, BlockDamaged, BlockTables
+from kv.tier_samples import WIDTH, drawn, sample, turned
 
 pytestmark = pytest.mark.engine
 

@@ -16,9 +16,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.kv.test_kv_hook import LENGTH
-from tests.kv.test_kv_lab import Tiny
-
 from assay.engines.scoring import TokenizerFacts
 from assay.errors import AssayError
 from assay.verdict import Severity
@@ -26,6 +23,8 @@ from assay_lab.kv import lab
 from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay_lab.kv.evaluate import run_eval
 from assay_lab.options import EvalPlan
+from kv.test_kv_hook import LENGTH
+from kv.test_kv_lab import Tiny
 
 MEAN = "prerope+mean+hadamard(bits=4)"
 

@@ -12,8 +12,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.kv.test_kv_hook import LENGTH, model, windows
-
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.specs import HfSpec
 from assay_lab.kv.cache_hook import Mode
@@ -24,6 +22,7 @@ from assay_lab.kv.fit import Bench
 from assay_lab.kv.lab import Lab
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.transforms import Rotary
+from kv.test_kv_hook import LENGTH, model, windows
 
 
 def test_it_foretells_what_other_errors_cost(

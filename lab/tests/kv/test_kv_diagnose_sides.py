@@ -12,11 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from kv.test_kv_hook import model, windows
-from kv.test_kv_sides import SPEC, bench_of, coders_of
-
 from assay_lab.kv.diagnose import Decoded, diagnose_stream, relative_mse, watch
 from assay_lab.kv.fit import last_readers
+from kv.test_kv_hook import model, windows
+from kv.test_kv_sides import SPEC, bench_of, coders_of
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from kv.test_kv_hook import LENGTH, model, windows
-
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import HookSpec, ScoreJob, load_hook
 from assay.errors import AssayError, UsageError
@@ -28,6 +26,7 @@ from assay_lab.kv.cache_hook import (
 from assay_lab.kv.codecs import cache_shape
 from assay_lab.kv.fit import Bench
 from assay_lab.kv.transforms import Rotary
+from kv.test_kv_hook import LENGTH, model, windows
 
 SPEC: dict[str, Any] = {"codec": "hadamard(bits=4)", "mode": "decode", "length": LENGTH}
 

@@ -19,8 +19,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.kv.test_kv_hook import LAYERS, LENGTH, model, windows
-
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob, TokenizerFacts, Window, WindowRows
 from assay.engines.specs import HfSpec
@@ -38,6 +36,7 @@ from assay_lab.kv.lab import Lab, Unfinished, memory_is_enough
 from assay_lab.kv.sensitivity import run_allocate, run_attribute, run_noise
 from assay_lab.kv.transforms import Rotary
 from assay_lab.options import AllocationPlan, AttributionPlan, EvalPlan, NoisePlan, SweepPlan
+from kv.test_kv_hook import LAYERS, LENGTH, model, windows
 
 pytestmark = pytest.mark.engine
 

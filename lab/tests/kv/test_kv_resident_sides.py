@@ -15,15 +15,15 @@ pytest.importorskip("transformers")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv.predicting import leaning
-from kv.test_kv_hook import LENGTH, model, windows
-from kv.test_kv_sides import SPEC, bench_of, coders_of
 
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay_lab.kv.cache_hook import CodecHook, Mode
 from assay_lab.kv.calibration import Calibration, read_calibration, write_calibration
 from assay_lab.kv.resident import Handover, HeldStream, resident_cache
+from kv.predicting import leaning
+from kv.test_kv_hook import LENGTH, model, windows
+from kv.test_kv_sides import SPEC, bench_of, coders_of
 
 pytestmark = pytest.mark.engine
 

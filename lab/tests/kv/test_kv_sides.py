@@ -13,9 +13,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.kv.predicting import leaning
-from tests.kv.test_kv_hook import LENGTH, model, windows
-
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError, UsageError
@@ -27,6 +24,8 @@ from assay_lab.kv.fit import Bench, CoderSet, fitters, predicts
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.stream_coder import Track
 from assay_lab.kv.transforms import Rotary
+from kv.predicting import leaning
+from kv.test_kv_hook import LENGTH, model, windows
 
 pytestmark = pytest.mark.engine
 

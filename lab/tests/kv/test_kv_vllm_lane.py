@@ -12,12 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from kv.test_kv_hook import Rounding
-
 from assay.engines.vllm.hooks import Request
 from assay.errors import AssayError
 from assay_lab.kv.cache_hook import Mode
 from assay_lab.kv.vllm import Lane
+from kv.test_kv_hook import Rounding
 
 HEADS, WIDTH = 2, 4
 CODERS = [

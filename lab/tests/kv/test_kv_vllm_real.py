@@ -15,15 +15,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("constriction")
 
-from kv.kv_vllm_inside import FROM, HADAMARD, LENGTH, PREDICT, job, kl, predicted, streams_of
-
-import assay
 from assay.demo import vllm_python
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import Window
+from assay.engines.vllm.path import packages_alone
 from assay_lab.kv.calibrate import capture
 from assay_lab.kv.calibration import Calibration, write_calibration
 from assay_lab.kv.codecs import cache_shape
+from kv.kv_vllm_inside import FROM, HADAMARD, LENGTH, PREDICT, job, kl, predicted, streams_of
 
 pytestmark = pytest.mark.engine
 
@@ -96,8 +95,7 @@ def inside(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     """What `kv_vllm_inside.py` measured."""
-    alone = tmp_path_factory.mktemp("path")
-    (alone / "assay").symlink_to(Path(assay.__file__).parent, target_is_directory=True)
+    alone = packages_alone(tmp_path_factory.mktemp("path"))
     done = subprocess.run(
         [
             vllm_python(),

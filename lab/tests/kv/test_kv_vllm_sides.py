@@ -13,13 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from kv.predicting import leaning
-from kv.test_kv_hook import Rounding
-
 from assay.engines.vllm.hooks import Request
 from assay_lab.kv.cache_hook import CodecHook, HookPlan, Mode, stream_facts
 from assay_lab.kv.fit import CoderSet
 from assay_lab.kv.vllm import VllmCodecHook, lanes_of
+from kv.predicting import leaning
+from kv.test_kv_hook import Rounding
 
 LAYERS, HEADS, WIDTH, PREFIX = 3, 2, 4, 12
 KEYS = [(layer, stream) for layer in range(LAYERS) for stream in "kv"]

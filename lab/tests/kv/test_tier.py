@@ -17,12 +17,12 @@ pytest.importorskip("numba")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv.tier_samples import LAYERS, WIDTH, drawn, sample, turned
 
 from assay.errors import AssayError
 from assay_lab.kv import tier as kv_tier
 from assay_lab.kv.blocks import BlockCodec, BlockRefused
 from assay_lab.kv.tier import BlockStore, LmcacheSerde, Load, Mover, Planner, Save, keys_of
+from kv.tier_samples import LAYERS, WIDTH, drawn, sample, turned
 
 PAGE, BLOCK = 8, 16
 

@@ -19,13 +19,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("numba")
 
-from kv.tier_samples import drawn, sample
-
 from assay.demo import vllm_python
 from assay.serving.launch import free_port
 from assay_lab.kv.blocks import tables_for
 from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay_lab.kv.serve import plugin_folder
+from kv.tier_samples import drawn, sample
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

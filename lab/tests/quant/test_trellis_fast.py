@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.demo import vllm_python
+from assay.engines.vllm.path import packages_alone
 from assay_lab import trellis as module
 from assay_lab.trellis import STATES, by_torch, cheapest_path, trellis
 
@@ -112,10 +113,10 @@ def test_without_numba_torch_searches_and_says_so(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.engine
-def test_the_kernel_finds_the_paths_of_torch() -> None:
+def test_the_kernel_finds_the_paths_of_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [str(vllm_python()), "-W", "ignore", str(HERE / "trellis_inside.py")],
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(packages_alone(tmp_path)), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -128,10 +129,10 @@ def test_the_kernel_finds_the_paths_of_torch() -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_the_kernel_compiles_for_gpus_and_stays_in_registers() -> None:
+def test_the_kernel_compiles_for_gpus_and_stays_in_registers(tmp_path: Path) -> None:
     done = subprocess.run(
         [str(vllm_python()), "-W", "ignore", str(HERE / "trellis_compiled.py")],
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src")},
+        env={**os.environ, "PYTHONPATH": str(packages_alone(tmp_path))},
         capture_output=True,
         text=True,
         timeout=300,

@@ -101,7 +101,7 @@ class Assessment:
 
 SAMPLED_LOSS = 0.4
 """Share of its greedy acceptance that a sound head of greedy drafts loses at temperature 1
-(docs/heads.md: 0.28 at 0.7).
+(lab/docs/heads.md: 0.28 at 0.7).
 """
 
 

@@ -5,8 +5,8 @@ changed states, and the text that it guesses is the changed target's own. So acc
 fall with the distance between the two targets. Each position's acceptance, given the ones before
 it, is taken to fall by the factor 1 − β d for a total variation d; the fitted β is 0 up to the
 total variation that was measured. β comes from one head beside targets of many formats, the
-errors from another model and from vLLM (`benchmarks/heads_tables.py`,
-`benchmarks/results/heads_predict.json`).
+errors from another model and from vLLM (`lab/benchmarks/heads/heads_tables.py`,
+`lab/benchmarks/heads/results/heads_predict.json`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from assay.verdict import Finding, Severity, Table
 # fall with the distance between the two targets. Each position's acceptance, given the ones before
 # it, is taken to fall by the factor 1 − β d for a total variation d; the fitted β is 0 up to the
 # total variation that was measured. β comes from one head beside targets of many formats, the
-# errors from another model and from vLLM (`benchmarks/heads_tables.py`,
-# `benchmarks/results/heads_predict.json`).
+# errors from another model and from vLLM (`lab/benchmarks/heads/heads_tables.py`,
+# `lab/benchmarks/heads/results/heads_predict.json`).
 
 
 BETA = 0.00

@@ -29,6 +29,7 @@ from assay.engines import full_spec
 from assay.engines.hf.engine import HfEngine
 from assay.engines.ray_scorer import Pool
 from assay.engines.specs import parse_spec
+from assay.engines.vllm.path import packages_alone
 from assay.errors import AssayError, UsageError
 from assay.fidelity.text import read_text
 from assay.progress import NO_PROGRESS, Progress
@@ -791,7 +792,8 @@ def with_vllm(python: Path, model: str, ends: frozenset[int], share: float = 0.4
             code = (
                 "import sys; from assay_lab.heads.train import vllm_child; vllm_child(sys.argv[1])"
             )
-            paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+            alone = packages_alone(Path(folder) / "path")
+            paths = [str(alone), os.environ.get("PYTHONPATH", "")]
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
             done = subprocess.run(
                 [str(python), "-c", code, str(job)],

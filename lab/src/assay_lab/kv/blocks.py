@@ -1,4 +1,4 @@
-"""Blocks of the KV cache as entropy-coded streams that may leave the engine (docs/tier.md).
+"""Blocks of the KV cache as entropy-coded streams that may leave the engine (lab/docs/tier.md).
 
 A block is some tokens of all layers, keys and values. All integers are little-endian:
 

@@ -18,7 +18,7 @@ One safetensors file. For every layer l:
 In the file samples are coded in six to seven bits a value (`coded_samples`), in version 1 they were
 plain; both are read.
 
-A file that was made of those of older tools (`benchmarks/kv_import.py`) has only sigma of some
+A file that was made of those of older tools (`lab/benchmarks/kv/kv_import.py`) has only sigma of some
 layers, and levels; one of `assay kv calibrate` has all but levels. `layer_{l}_sigma`, which older
 files have too, is the moment before it is averaged.
 

@@ -23,7 +23,7 @@ import torch
 from assay.errors import AssayError
 from assay_lab.quantisation import pack, packed_bytes, unpack
 
-# The bytes of a coded KV stream: header, block index, payloads (docs/methods/kv_stream.md).
+# The bytes of a coded KV stream: header, block index, payloads (lab/docs/methods/kv_stream.md).
 #
 # All integers are little-endian.
 #
