@@ -84,10 +84,13 @@ class Verbs(Mapping[str, Any]):
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys((*OWN, *sorted(plugins.names("assay.verbs")))))
+        *own, last = OWN  # the demo shows the others
+        found = plugins.names("assay.verbs")
+        known = (name for name in LAB if name in found)
+        return iter(dict.fromkeys((*own, *known, *sorted(found), last)))
 
     def __len__(self) -> int:
-        return len(list(self))
+        return sum(1 for _ in self)  # `list` would ask for the length
 
     def shown(self) -> dict[str, str]:
         """The name and the sentence of each verb, those that are not installed included."""
