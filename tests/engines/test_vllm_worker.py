@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import io
 import pickle
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ torch = pytest.importorskip("torch")
 from vllm_stand_in import VOCAB, Engine, install
 
 from assay.engines.scoring import Head, HookSpec, ScoreJob, ScoringPath, StateRows, Window
+from assay.engines.vllm import scorer
 from assay.engines.vllm.core import VllmCore
 from assay.engines.vllm.scorer import RemoteCore, Session, send
 from assay.engines.vllm.start import VllmSpec
@@ -179,3 +183,65 @@ def test_a_rank_that_does_not_start_is_named_with_its_own_words(
     assert (
         "initialization failed" in core._error("AssayError", "initialization failed", facts).message
     )
+
+
+WORKER = """
+import sys, time
+from types import SimpleNamespace
+from assay.engines.vllm import scorer
+
+class Core:
+    tokenizer = SimpleNamespace(sha256="0", vocab_size=9, bos_id=None, decode=lambda ids: f"<{ids}>")
+    def facts(self): return {"engine": "stand-in"}
+    def score(self, windows):
+        print("scoring", file=sys.stderr, flush=True)
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            STEP
+    def close(self): pass
+
+scorer.VllmCore.start = lambda spec: Core()
+scorer.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        ("time.sleep(0.01)", "<[1, 2]>"),
+        # In the middle of a kernel no handler runs.
+        ("sum(range(10**12))", "⟨token 1⟩⟨token 2⟩"),
+    ],
+)
+def test_an_interrupted_worker_still_says_what_tokens_are(
+    step: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scorer, "_INTERRUPT_SECONDS", 5.0)
+    (tmp_path / "worker.py").write_text(WORKER.replace("STEP", step))
+    core = RemoteCore(
+        VllmSpec("m"), script(tmp_path, f"exec {sys.executable} {tmp_path / 'worker.py'}")
+    )
+    worker = core._process.pid
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.main_thread().ident
+    assert main is not None
+    thread = threading.Thread(
+        target=lambda: (await_call(core), signal.pthread_kill(main, signal.SIGINT))
+    )
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            core.score(WINDOWS)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert core.tokenizer.decode((1, 2)) == text
+    assert core.facts()["engine"] == "stand-in"
+    core.close()
+    assert not Path(f"/proc/{worker}").exists()
+
+
+def await_call(core: RemoteCore) -> None:
+    """Return when the worker is in the middle of a call."""
+    while "scoring" not in core._log.read_text():
+        time.sleep(0.05)

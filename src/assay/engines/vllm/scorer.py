@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -22,6 +24,7 @@ from importlib.util import find_spec
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
+from types import FrameType
 from typing import Any, BinaryIO
 
 import torch
@@ -190,6 +193,8 @@ class VllmScorer:
 
 
 _GRACE_SECONDS = 20.0
+_INTERRUPT_SECONDS = 10.0
+"""In which a worker leaves the call that it answers."""
 _RANK_ERROR = re.compile(
     r"\(Worker(?:_PP(?P<stage>\d+))?(?:_TP(?P<rank>\d+))?\b[^)]*\).*?\b(?P<said>(?:\w+\.)*\w*(?:Error|Exception): .+)"
 )
@@ -224,11 +229,27 @@ class Session:
     def __init__(self) -> None:
         self.core: VllmCore | None = None
         self.heads: dict[int, Any] = {}  # of a Head, or the HeadFile that several ranks read
+        self.busy = False
+
+    def interrupt(self, sign: int, frame: FrameType | None) -> None:
+        """The handler of the other side's request to end the call that is being answered."""
+        if self.busy:
+            self.busy = False
+            raise KeyboardInterrupt
 
     def answer(self, call: str, *arguments: Any) -> tuple[bool, Any]:
         """Whether a call went well, and its result, or what is known of the error; no error
         escapes.
         """
+        try:
+            self.busy = True
+            return self._answer(call, *arguments)
+        except KeyboardInterrupt:
+            return False, ("interrupted", "", {})
+        finally:
+            self.busy = False
+
+    def _answer(self, call: str, *arguments: Any) -> tuple[bool, Any]:
         try:
             if call == "start":
                 self.core = VllmCore.start(*arguments)
@@ -261,6 +282,7 @@ class Session:
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer every call until there are no more."""
     session = Session()
+    signal.signal(signal.SIGINT, session.interrupt)
     with contextlib.suppress(EOFError):
         while True:
             send(session.answer(*pickle.load(requests)), answers)
@@ -273,6 +295,10 @@ class RemoteCore:
     `close`.
     """
 
+    _interrupted = False
+    _ended = False
+    """Whether it did not live through an interrupt."""
+
     def __init__(self, spec: VllmSpec, python: Path) -> None:
         """Start the worker and the engine in it; AssayError with the last lines of its log where
         that fails.
@@ -282,14 +308,33 @@ class RemoteCore:
         self._folder = Path(tempfile.mkdtemp(prefix="assay-vllm-"))
         self._log = self._folder / "worker.log"
         self._heads: list[Head] = []
+        self._thread = ThreadPoolExecutor(1, "assay-vllm-worker")
         try:
             self._process = _start(python, self._folder, self._log)
             self._facts, *self._known = self._call("start", spec)
+        except KeyboardInterrupt:  # nothing is there yet that it should keep
+            if hasattr(self, "_process"):
+                self._kill()
+            self.close()
+            raise
         except BaseException:
             self.close()
             raise
 
     def _call(self, call: str, *arguments: Any) -> Any:
+        # In a thread, which no signal interrupts in the middle of an answer.
+        answer = self._thread.submit(self._exchange, call, *arguments)
+        try:
+            well, found = answer.result()
+        except KeyboardInterrupt:
+            self._interrupt(answer)
+            raise
+        if not well:
+            raise self._error(*found)
+        return found
+
+    def _exchange(self, call: str, *arguments: Any) -> tuple[bool, Any]:
+        """Ask and take the answer; AssayError where the worker is gone."""
         pipes = self._process
         if pipes.stdin is None or pipes.stdout is None:
             raise RuntimeError("the worker has no pipes")
@@ -298,19 +343,31 @@ class RemoteCore:
             well, found = pickle.load(pipes.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise self._died() from error
-        except KeyboardInterrupt:
-            pipes.kill()  # its answer would be taken for that of the next call
-            raise
-        if not well:
-            raise self._error(*found)
-        return found
+        return well, found
+
+    def _interrupt(self, answer: Future[tuple[bool, Any]]) -> None:
+        """Have the worker leave the call that it answers; it lives on for what the report asks.
+
+        One that does not within some seconds, in the middle of a long kernel, is ended.
+        """
+        self._interrupted = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
+        try:
+            self._ended = answer.exception(_INTERRUPT_SECONDS) is not None
+        except (TimeoutError, KeyboardInterrupt):
+            self._ended = True
+            self._kill()
+
+    def _kill(self) -> None:
+        """End the worker and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     @cached_property
     def tokenizer(self) -> TokenizerFacts:
         """Facts of the tokenizer that lies beside the weights; texts go to the worker and back."""
-        decode = lru_cache(maxsize=2**18)(
-            lambda ids: str(self._call("tokenizer.decode", list(ids)))
-        )
+        decode = lru_cache(maxsize=2**18)(self._decode)
         sha256, vocab_size, bos_id = self._known
         return TokenizerFacts(
             sha256,
@@ -319,6 +376,11 @@ class RemoteCore:
             encode=lambda text: list(self._call("tokenizer.encode", text)),
             decode=lambda ids: decode(tuple(map(int, ids))),
         )
+
+    def _decode(self, ids: tuple[int, ...]) -> str:
+        if self._ended:  # a report is made all the same
+            return "".join(f"⟨token {number}⟩" for number in ids)
+        return str(self._call("tokenizer.decode", list(ids)))
 
     @cached_property
     def head(self) -> Head:
@@ -379,14 +441,23 @@ class RemoteCore:
         if process is not None and process.poll() is None:
             with contextlib.suppress(OSError):
                 process.stdin.close()
+            if self._interrupted:  # its engine was left in the middle of a step
+                self._kill()
             try:
                 process.wait(_GRACE_SECONDS)
             except subprocess.TimeoutExpired:
-                process.kill()
+                self._kill()
                 process.wait()
+        self._thread.shutdown(wait=False)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _error(self, kind: str, message: str, facts: Mapping[str, Any]) -> AssayError:
+        if kind == "interrupted":  # by somebody else than this side
+            return AssayError(
+                f"the vLLM worker for {self._name} was interrupted",
+                finding_id="fidelity.engine_failed",
+                remedy="run it again",
+            )
         if kind == "UsageError":
             return UsageError(message, remedy=facts["remedy"], finding_id=facts["finding_id"])
         if (
