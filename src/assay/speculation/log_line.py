@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from assay.speculation.json_text import parsed_json
 from assay.speculation.parsers.base import Line
+from assay.speculation.parsers.registry import record_heads
 
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 
@@ -78,14 +79,6 @@ def _docker_json(text: str) -> str:
     )
 
 
-_HEADS = (
-    "SpecDecoding metrics:",
-    "Speculative metrics:",
-    "Decode batch",
-    "draft acceptance",
-    "DFlash Stats:",
-)
-
 _BETWEEN = re.compile(
     r"\r|['\"], ['\"]|(?=\((?:APIServer|EngineCore)\w* pid=\d+\) )|(?=\b(?:INFO|WARNING)"
     r" \d\d-\d\d )"
@@ -96,7 +89,7 @@ def records(text: str) -> list[str]:
     """The log lines in a line: one as a rule, several where a log was escaped, or its lines were
     printed as a list.
     """
-    head = next((head for head in _HEADS if text.count(head) > 1), None)
+    head = next((head for head in record_heads() if text.count(head) > 1), None)
     if head is None:
         return [text]
     if "\\n" in text:

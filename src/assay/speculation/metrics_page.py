@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from assay.speculation.parsers.base import Sample
+from assay.speculation.parsers.registry import engine_metrics
 
 _SAMPLE = re.compile(
     r"^\s*([a-zA-Z_:][\w:]*)\s*(?:\{(.*?)\})?\s*\|?\s*([-+]?(?:\d[\d_.]*(?:e[-+]?\d+)?|inf|nan))(?:\s+-?\d+)?\s*\|?\s*$",
@@ -15,16 +17,23 @@ _SAMPLE = re.compile(
 
 _LABEL = re.compile(r'([a-zA-Z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"')
 
-_SIGN = re.compile(
-    r"^(?:# (?:TYPE|HELP)"
-    r" \S+|(?:vllm|sglang|llamacpp|trtllm)[:_]\w+(?:\{.*?\})?\s*[|]?\s*[-+\d.naif]+)",
-    re.M,
-)
+
+@cache
+def _sign() -> re.Pattern[str]:
+    """A line that only a metrics page has."""
+    sample = rf"{engine_metrics()}\w+(?:\{{.*?\}})?\s*[|]?\s*[-+\d.naif]+"
+    return re.compile(rf"^(?:# (?:TYPE|HELP) \S+|{sample})", re.M)
 
 
 def looks_like_metrics(text: str) -> bool:
     """Whether `text` is a metrics page rather than a log."""
-    return _SIGN.search(text) is not None
+    return _sign().search(text) is not None
+
+
+def engine_of(text: str) -> str | None:
+    """The prefix of the first metric of an engine that assay knows; None where there is none."""
+    found = re.search(rf"^({engine_metrics()})\w", text, re.M)
+    return found[1][:-1] if found else None
 
 
 def pages(samples: list[Sample]) -> Iterator[list[Sample]]:

@@ -12,7 +12,13 @@ from assay.speculation.clues import Clue, start_up
 from assay.speculation.document import MAX_DOCUMENT, json_document, read_whole
 from assay.speculation.json_text import embedded_json, parsed_json
 from assay.speculation.log_line import clean, records
-from assay.speculation.metrics_page import json_samples, looks_like_metrics, pages, parse_samples
+from assay.speculation.metrics_page import (
+    engine_of,
+    json_samples,
+    looks_like_metrics,
+    pages,
+    parse_samples,
+)
 from assay.speculation.observation import Observation
 from assay.speculation.parsers.base import Line, Parser, Sample
 from assay.speculation.parsers.counts import count
@@ -48,8 +54,6 @@ them.
 """
 
 _JOURNAL_BYTES = re.compile(r'"MESSAGE"\s*:\s*\[\s*\d')
-
-_KNOWN_PAGE = re.compile(r"^(?:vllm|sglang|llamacpp|trtllm)[:_]\w", re.M)
 
 
 @dataclass
@@ -108,16 +112,14 @@ class Reading:
         """
         before = len(self.observations)
         self._pages(parse_samples(text))
-        known = _KNOWN_PAGE.search(text)
+        known = engine_of(text)
         if (
             len(self.observations) == before
             and known
             and "spec" not in text
             and "draft" not in text
         ):
-            self.clues.append(
-                Clue("no_counters", f"the page of {known[0][:-2]} has no draft counters")
-            )
+            self.clues.append(Clue("no_counters", f"the page of {known} has no draft counters"))
 
     def settled(self) -> list[Observation]:
         """All observations, after each parser has had its say on the whole."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +35,30 @@ class Sample:
     value: float
 
 
+@dataclass(frozen=True)
+class StartUp:
+    """A message at the start of a log that bears on speculation.
+
+    Args:
+        id: The kind of message; parsers may share one.
+        needles: Texts in lower case; only lines that hold one are looked at.
+        pattern: What the line must match. Its first group, where there is one, is what is quoted.
+    """
+
+    id: str
+    needles: tuple[str, ...]
+    pattern: re.Pattern[str]
+
+
 class Parser:
     """Base class: a parser overrides what its engine writes. All hooks must survive any input.
 
     The search in large logs is made from `needles` and `company`: a line that holds neither is
     never seen by a parser.
     """
+
+    fallback = 0
+    """Parsers with a larger number are asked later: 0 for the forms of one engine."""
 
     engine = ""
     also: tuple[str, ...] = ()
@@ -52,6 +71,19 @@ class Parser:
     """`line` is also called for lines that hold one of these, if they stand just before or after
     one with a needle.
     """
+
+    heads: tuple[str, ...] = ()
+    """Texts with which a record begins; a line that holds one twice holds several records."""
+    metrics: tuple[str, ...] = ()
+    """Prefixes of all metric names of its engines, before `:` or `_`."""
+    reads: str = ""
+    """A regular expression of the metric names that `samples` reads, lower case."""
+    start_up: tuple[StartUp, ...] = ()
+    """Messages at the start of a log."""
+    replies: re.Pattern[str] | None = None
+    """A line that shows that a request was answered, whether or not anything was drafted."""
+    speed: re.Pattern[str] | None = None
+    """A line with tokens per second (first group) and running requests (second)."""
 
     def line(self, line: Line) -> Iterable[Observation] | None:
         """Observations in one log line, which the parser may remember for later ones; None if it is

@@ -17,7 +17,7 @@ from assay.speculation.observation import (
     Observation,
     Printed,
 )
-from assay.speculation.parsers.base import Line, Parser, Sample
+from assay.speculation.parsers.base import Line, Parser, Sample, StartUp
 from assay.speculation.parsers.counts import count, number
 from assay.speculation.rounding import position_counts
 
@@ -75,6 +75,23 @@ class LlamaCppParser(Parser):
     also = ("mlx-vlm",)
     needles = ("draft acceptance", "#acc tokens", "n_accept")
     near = ("eval time", "n_predict", "n_draft")
+    heads = ("draft acceptance",)
+    metrics = ("llamacpp",)
+    reads = r"llamacpp[:_]spec_decode_num_"
+    replies = re.compile(r"(?<!prompt )\beval time\s{0,20}=.*")
+    start_up = (
+        StartUp("version", ("build: ",), re.compile(r"(build: \d+ \(\w+\))", re.I)),
+        StartUp(
+            "speculation_on",
+            ("mtp draft context", "speculative"),
+            re.compile(r"(creating MTP draft context|adding speculative implementation '[\w-]+')"),
+        ),
+        StartUp(
+            "sparse_method",
+            ("speculative",),
+            re.compile(r"(?:implementation|statistics) '?(ngram[\w-]*)", re.I),
+        ),
+    )
 
     def __init__(self) -> None:
         self._eval: dict[str, tuple[int | None, float | None]] = {}

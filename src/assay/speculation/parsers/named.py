@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from assay.speculation.observation import Kind, Observation
-from assay.speculation.parsers.base import Line, Parser, Sample
+from assay.speculation.parsers.base import Line, Parser, Sample, StartUp
 from assay.speculation.parsers.counts import count
 from assay.speculation.parsers.figures import (
     BY_POSITION,
@@ -21,6 +21,7 @@ from assay.speculation.parsers.figures import (
     put_by_position,
     role_of,
 )
+from assay.speculation.parsers.registry import read_metrics
 
 _PROMPT = re.compile(r"\bprompts?['\"]?\s*[:=]\s*['\"]")
 
@@ -48,13 +49,64 @@ UNKNOWN = "other"
 """The engine of figures that say what they count but not who counted."""
 
 
+# Settings that engines print alike.
+_START_UP = (
+    StartUp(
+        "draft_vocab",
+        ("vocab",),
+        re.compile(
+            r"(?:draft|target).{0,200}vocab"
+            r".{0,200}(?:not compatible|incompatible|mismatch|must match)",
+            re.I,
+        ),
+    ),
+    StartUp(
+        "sparse_method",
+        ("speculative",),
+        re.compile(
+            r"(?:speculative_(?:config|algorithm)|method)\W.{0,80}?"
+            r"\b((?:n-?gram|suffix|prompt_lookup|lookup)\w*)",
+            re.I,
+        ),
+    ),
+    StartUp(
+        "depth",
+        ("speculative", "num_spec", "draft-max", "draft-n-max"),
+        re.compile(
+            r"(?:num_speculative_tokens|num_spec_tokens|speculative_num_steps"
+            r"|--(?:spec-)?draft(?:-n)?-max|--spec-draft-n-max|--num[-_]speculative[-_]tokens)"
+            r"['\"]?[=: ]\s*(\d{1,4})\b"
+        ),
+    ),
+    StartUp(
+        "quantization", ("quantization=",), re.compile(r"\b(quantization='?(?!None)[\w-]+)'?[,)\s]")
+    ),
+    StartUp(
+        "temperature",
+        ("temperature",),
+        re.compile(
+            r"(?:default.{0,40}sampling param|SamplingParams\().{0,400}?"
+            r"['\"]?temperature['\"]?[:=] ?([\d.]+)",
+            re.I,
+        ),
+    ),
+    StartUp(
+        "kv_cache_dtype", ("kv_cache_dtype=",), re.compile(r"\b(kv_cache_dtype='?[\w-]+)'?[,)\s]")
+    ),
+)
+
+
 class NamedParser(Parser):
     """Lines, objects and pages that no other parser knows."""
 
+    fallback = 2
     engine = UNKNOWN
     also = tuple({name for name, *_ in FORMS} - {"llama.cpp", "vllm"})
     needles = ("accept", "acc=", "acc:", "#acc", "mtp_avg_token_per_step")
     company = (*DRAFTING, "tokens accepted")
+
+    heads = ("DFlash Stats:",)
+    start_up = _START_UP
 
     def line(self, line: Line) -> Iterable[Observation] | None:
         """The counts that a line names."""
@@ -87,7 +139,7 @@ class NamedParser(Parser):
             name = sample.name.lower()
             if (
                 not NAMES_DRAFTING.search(name)
-                or _OTHERS.match(name)
+                or read_metrics().match(name)
                 or name.endswith(("_bucket", "_sum"))
             ):
                 continue
@@ -130,9 +182,6 @@ class NamedParser(Parser):
                 own = [replace(o, kind=Kind.TOTAL) for o in own]
             settled += own
         return [o for o in settled if not _repeats(o, settled)]
-
-
-_OTHERS = re.compile(r"(?:vllm|sglang|trtllm)[:_]|llamacpp[:_]spec_decode_num_")
 
 
 def named_object(value: Mapping[str, Any]) -> Observation | None:

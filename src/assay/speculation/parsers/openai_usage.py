@@ -19,6 +19,7 @@ USAGE = Definition(
 class OpenAIUsageParser(Parser):
     """`completion_tokens_details` with accepted and rejected prediction tokens."""
 
+    fallback = 3
     engine = "openai-compatible"
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:

@@ -1,42 +1,55 @@
-"""All parsers in the order in which they are asked."""
+"""All parsers in the order in which they are asked: every class in a file beside this one."""
 
 from __future__ import annotations
 
+import re
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+
 from assay.plugins import load
+from assay.speculation import parsers
 from assay.speculation.parsers.base import Parser
-from assay.speculation.parsers.fastdeploy import FastDeployParser
-from assay.speculation.parsers.llama_cpp import LlamaCppParser
-from assay.speculation.parsers.mlc import MlcParser
-from assay.speculation.parsers.named import NamedParser
-from assay.speculation.parsers.openai_usage import OpenAIUsageParser
-from assay.speculation.parsers.sglang import SglangParser
-from assay.speculation.parsers.summary import SummaryParser
-from assay.speculation.parsers.tensorrt_llm import TensorRTParser
-from assay.speculation.parsers.vllm_v0 import VllmV0Parser
-from assay.speculation.parsers.vllm_v1 import VllmV1Parser
-
-# The first parser that reads a line or a JSON object owns it.
-PARSERS: tuple[type[Parser], ...] = (
-    VllmV1Parser,
-    VllmV0Parser,
-    SglangParser,
-    LlamaCppParser,
-    TensorRTParser,
-    MlcParser,
-    FastDeployParser,
-    SummaryParser,
-    NamedParser,
-    OpenAIUsageParser,
-)
 
 
+@cache
+def own_parsers() -> tuple[type[Parser], ...]:
+    """assay's parsers; the first that reads a line or a JSON object owns it."""
+    found: list[type[Parser]] = []
+    for module in sorted(m.name for m in iter_modules(parsers.__path__, f"{parsers.__name__}.")):
+        found += [
+            kind
+            for kind in vars(import_module(module)).values()
+            if isinstance(kind, type) and issubclass(kind, Parser) and kind.__module__ == module
+        ]
+    return tuple(sorted((p for p in found if p is not Parser), key=lambda p: p.fallback))
+
+
+@cache
 def all_parsers() -> tuple[type[Parser], ...]:
-    """Those of other packages, which read less than the ones for named figures, then those of
-    assay.
-    """
-    return (*load("assay.parsers").values(), *PARSERS)
+    """Those of other packages, which read less than the ones for named figures, then assay's."""
+    return (*load("assay.parsers").values(), *own_parsers())
 
 
 def new_parsers() -> tuple[Parser, ...]:
     """Fresh parsers for one source; some remember what earlier lines said."""
     return tuple(parser() for parser in all_parsers())
+
+
+@cache
+def record_heads() -> tuple[str, ...]:
+    """Texts with which a record of any engine begins."""
+    return tuple(dict.fromkeys(head for parser in all_parsers() for head in parser.heads))
+
+
+@cache
+def engine_metrics() -> str:
+    """A regular expression of the prefixes of all engines' metric names."""
+    names = {re.escape(name) for parser in all_parsers() for name in parser.metrics}
+    return rf"(?:{'|'.join(sorted(names))})[:_]"
+
+
+@cache
+def read_metrics() -> re.Pattern[str]:
+    """The metric names that an engine's own parser reads."""
+    return re.compile("|".join(dict.fromkeys(p.reads for p in all_parsers() if p.reads)))

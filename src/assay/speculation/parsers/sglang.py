@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from assay.speculation.observation import Counts, Definition, Kind, Load, Observation, Printed
-from assay.speculation.parsers.base import Line, Parser, Sample
+from assay.speculation.parsers.base import Line, Parser, Sample, StartUp
 from assay.speculation.parsers.counts import count, counts, from_histogram, number
 
 ACCEPT_LEN = Definition(
@@ -56,6 +56,21 @@ class SglangParser(Parser):
         "spec_accept",
         "spec_verify_ct",
         "speculative_num_steps=",
+    )
+
+    heads = ("Decode batch",)
+    metrics = ("sglang",)
+    reads = r"sglang[:_]"
+    replies = re.compile(r"Decode batch.{0,400}gen throughput.*")
+    start_up = (
+        StartUp("version", ("version",), re.compile(r"(sglang[ _]version[=:]\s*\S+)", re.I)),
+        StartUp(
+            "weights_missing",
+            ("weights missing", "weight missing"),
+            re.compile(r"(?:MTP|nextn|speculative) (?:layer \S+ )?weights? missing", re.I),
+        ),
+        StartUp("speculation_on", ("speculative",), re.compile(r"(speculative_algorithm='[^']+')")),
+        StartUp("speculation_off", ("speculative",), re.compile(r"(speculative_algorithm=None)")),
     )
 
     def __init__(self) -> None:

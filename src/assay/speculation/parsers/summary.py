@@ -42,6 +42,7 @@ class SummaryParser(Parser):
     print them at the end.
     """
 
+    fallback = 1
     engine = "vllm"
     also = ("sglang",)
     needles = ("accept",)

@@ -38,6 +38,8 @@ class TensorRTParser(Parser):
     engine = "tensorrt-llm"
     needles = ("acceptance length", "accepted length")
     company = (" / ",)
+    metrics = ("trtllm",)
+    reads = r"trtllm[:_]"
 
     def line(self, line: Line) -> Iterable[Observation] | None:
         """A printed average."""

@@ -16,7 +16,7 @@ from assay.speculation.observation import (
     Observation,
     Printed,
 )
-from assay.speculation.parsers.base import Line, Parser, Sample
+from assay.speculation.parsers.base import Line, Parser, Sample, StartUp
 from assay.speculation.parsers.counts import count, counts, number, positions_from
 from assay.speculation.rounding import exact_counts, infer_drafts, position_counts
 
@@ -60,6 +60,56 @@ _PREFIX = re.compile(
 )
 
 
+_DRAFT_TENSORS = (
+    r"(?:mtp|nextn|eagle|draft|medusa|eh_proj|enorm|hnorm|shared_head|pre_fc_norm|fc\.)"
+)
+_START_UP = (
+    StartUp("version", ("version",), re.compile(r"(vLLM API server version \S+)", re.I)),
+    StartUp(
+        "version",
+        ("llm engine (",),
+        re.compile(r"(Initializing a V\d LLM engine \(v[^)]+\))", re.I),
+    ),
+    StartUp(
+        "weights_skipped",
+        ("params_dict",),
+        re.compile(rf"{_DRAFT_TENSORS}.*not found in params_dict", re.I),
+    ),
+    StartUp(
+        "weights_uninitialised",
+        ("not initialized",),
+        re.compile(rf"weights? .{{0,400}}(?:were|was) not initialized.*{_DRAFT_TENSORS}", re.I),
+    ),
+    StartUp(
+        "weights_cast",
+        ("attempted to load weight",),
+        re.compile(
+            rf"(Attempted to load weight \S*{_DRAFT_TENSORS}\S* with dtype \S+ into parameter with"
+            r" dtype \S+)",
+            re.I,
+        ),
+    ),
+    StartUp(
+        "layer_reused",
+        ("same mtp layer",),
+        re.compile(
+            r"(num_speculative_tokens > 1 will run multiple times of forward on same MTP layer)"
+        ),
+    ),
+    StartUp(
+        "draft_context",
+        ("overriding draft",),
+        re.compile(r"(Overriding draft model max model len from \d+ to \d+)"),
+    ),
+    StartUp(
+        "speculation_on",
+        ("speculative",),
+        re.compile(r"(speculative_config=SpeculativeConfig\([^)]*\))"),
+    ),
+    StartUp("speculation_off", ("speculative",), re.compile(r"(speculative_config=None)")),
+)
+
+
 class VllmV1Parser(Parser):
     """Lines are windows. The engine's number stands on the line before, so it is remembered for
     each process.
@@ -69,6 +119,14 @@ class VllmV1Parser(Parser):
     needles = ("accept",)
     company = ("specdecoding metrics:", "speculative metrics:", "drafted:")
     near = ("avg generation throughput",)
+    heads = _HEADS
+    metrics = ("vllm",)
+    reads = r"vllm[:_]"
+    replies = re.compile(
+        r"Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s, Running: [1-9]\d* reqs"
+    )
+    speed = re.compile(r"Avg generation throughput:\s*([\d.]+) tokens/s, Running: (\d+) reqs")
+    start_up = _START_UP
 
     def __init__(self) -> None:
         self._engine_line: dict[str, tuple[str | None, float | None, int]] = {}
