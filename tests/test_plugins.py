@@ -109,6 +109,7 @@ def test_a_detector_and_one_that_cannot_be_imported(site: Path, tmp_path: Path) 
         14,
     )
     assert active(report)["placeholder"] is None
+    assert report["findings"][0]["causes"] == ["a prompt template whose slots were not filled"]
     assert "no_such_package_anywhere" in str(active(report)["broken"])
     (line,) = said.splitlines()
     assert "'broken' (assay.detectors) of acme-assay 1.0 was left out: ModuleNotFoundError" in line

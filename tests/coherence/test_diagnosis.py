@@ -44,6 +44,14 @@ def test_the_likeliest_cause_comes_first(
     assert causes_of(record(bad(kind, onset)), **subject)[0].startswith(first)
 
 
+def test_a_detector_of_another_package_says_what_its_kind_comes_from() -> None:
+    told = bad("placeholder", 0, family="unfilled", causes=("a template with open slots",))
+    first = causes_of(record(told))[0]
+    assert first.startswith("a template with open slots (100% of the bad texts")
+    loops = record(bad("refrain", 0, family="loop"))
+    assert causes_of(loops)[0].startswith("the model itself")
+
+
 def test_every_cause_carries_its_evidence() -> None:
     causes = causes_of(record(bad("word_salad", 900)), kv_cache_dtype="fp8_e4m3")
     assert "100% of the bad texts began well" in causes[0]

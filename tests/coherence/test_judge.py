@@ -13,7 +13,6 @@ from assay.coherence.record import CheckRecord, ProbeResult, Reference
 from assay.coherence.replies import grade_reply
 from assay.coherence.report import build_report
 from assay.coherence.results import record_json
-from assay.coherence.rules.degenerate import is_loop
 from assay.coherence.run import asks_for_texts
 from assay.engines import Reply
 from assay.verdict import Severity, Verdict, jsonable
@@ -310,7 +309,8 @@ def test_a_record_survives_its_json_form() -> None:
     "kind", ["sentence_loop", "phrase_loop", "near_loop", "the_the_the", "few_words"]
 )
 def test_loops_are_what_weak_models_write(kind: str) -> None:
-    assert is_loop(kind)
+    assert sample("degenerate", kind).is_loop
+    assert sample("degenerate", "a_kind_of_others", family="loop").is_loop
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_loops_are_what_weak_models_write(kind: str) -> None:
     ["single_char_flood", "token_soup", "no_text", "newline_loop", "special_token_leak", None],
 )
 def test_floods_and_salads_are_not(kind: str | None) -> None:
-    assert not is_loop(kind)
+    assert not sample("degenerate", kind).is_loop
 
 
 def test_useful_speed_counts_the_tokens_before_the_onset() -> None:

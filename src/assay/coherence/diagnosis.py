@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from assay.coherence.detection import Family
 from assay.coherence.judge import Judgement
 from assay.coherence.record import CheckRecord, GradedReply
-from assay.coherence.rules.degenerate import is_loop
 from assay.verdict import Finding, Severity
 
 ROLLBACK_CONTEXT = 8000
@@ -61,28 +61,24 @@ def likely_causes(
     bad: Sequence[GradedReply], record: CheckRecord, subject: Subject
 ) -> tuple[str, ...]:
     """The causes that the bad texts support, the likeliest first, each with its evidence."""
-    kinds = Counter(sample.kind or sample.label for sample in bad)
+    families = Counter(s.known_family for s in bad if s.label == "degenerate")
 
-    def share(*words: str) -> float:
-        """Share of the bad texts whose kind holds one of the words."""
-        return sum(
-            count for kind, count in kinds.items() if any(word in kind for word in words)
-        ) / len(bad)
+    def share(*wanted: str) -> float:
+        """Share of the bad texts of some families."""
+        return sum(families[family] for family in wanted) / len(bad)
 
-    flood = share("flood", "exclamation", "single_char")
+    flood = share(Family.FLOOD, Family.TOKEN_FLOOD)
     moved = ", ".join(f"{name} +{value:g}" for name, value in record.counters.items() if value)
     # A flood of special tokens is what broken logits pick; a few that leak point to the template
     # instead.
-    salad = share(
-        "salad", "soup", "special_token_flood", "script", "replacement", "empty", "reserved"
-    )
+    salad = share(Family.SALAD, Family.TOKEN_FLOOD, Family.BYTES)
     early = sum(not s.onset_char for s in bad) / len(bad)
     late = sum((s.onset_char or 0) >= LATE_ONSET_CHARS for s in bad) / len(bad)
     dtype = subject.kv_cache_dtype
     low = dtype is not None and dtype not in ("auto", "bfloat16", "float16", "half")
     eaten = sum(s.label == "empty" and (s.completion_tokens or 0) > 0 for s in bad)
-    leaks = share("template", "special", "tag")
-    loops = sum(is_loop(s.kind) for s in bad) / len(bad)
+    leaks = share(Family.LEAK, Family.TOKEN_FLOOD)
+    loops = share(Family.LOOP)
     weighed = [
         (
             "NaN or infinity in the logits: overflow in float16, a faulty kernel, a corrupt tensor",
@@ -135,6 +131,9 @@ def likely_causes(
             f"{loops:.0%} of the bad texts are loops, which small models write on their own",
         ),
     ]
+    for cause, count in Counter(s.causes[0] for s in bad if s.causes).items():
+        told = f"{count / len(bad):.0%} of the bad texts, in the words of the detector"
+        weighed.append((cause, 0.9 * count / len(bad), told))
     weighed.sort(key=lambda item: -item[1])
     return tuple(
         f"{text} ({evidence})" for text, weight, evidence in weighed if weight >= LEAST_WEIGHT

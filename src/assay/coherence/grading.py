@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from assay.coherence.detection import Detection, quote
+from assay.coherence.detection import Detection, Family, quote
 from assay.coherence.detectors.like_calls import repeated_call
 from assay.coherence.detectors.loops import without_request
 from assay.coherence.detectors.registry import all_detectors
@@ -56,6 +56,26 @@ class Grade:
     detections: Mapping[str, Detection] = field(default_factory=dict)
     total_chars: int = 0
     examined_chars: int = 0
+
+    @property
+    def family(self) -> str:
+        """The family of the fault that decided; empty where no passage is degenerate."""
+        return self._deciding.family if self._deciding else ""
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """What the fault that decided most likely comes from, the likeliest first."""
+        return self._deciding.likely_causes if self._deciding else ()
+
+    @property
+    def causes_of_others(self) -> tuple[str, ...]:
+        """The causes of a fault whose family assay does not know."""
+        known = {*Family} - {Family.OTHER}
+        return () if self.family in known else self.causes
+
+    @property
+    def _deciding(self) -> Detection | None:
+        return self.detections.get(self.part) if self.label is Label.DEGENERATE else None
 
 
 def grade(
@@ -195,7 +215,7 @@ def _malformed(calls: Sequence[tuple[str, str]], ending: Ending) -> Detection | 
                 json.loads(arguments, strict=False)
             except (ValueError, RecursionError) as error:
                 evidence = {"name": name, "arguments": quote(arguments), "error": str(error)}
-                return Detection("malformed_arguments", 0, len(arguments), evidence)
+                return Detection("malformed_arguments", 0, len(arguments), evidence, Family.CALLS)
     return None
 
 

@@ -7,11 +7,14 @@ a pure function of two records.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
+
+from assay.coherence.detection import Family
 
 T = TypeVar("T")
 
@@ -92,6 +95,24 @@ class GradedReply:
     stutter_text: str = ""
     think_tag: bool = False
     """Whether the content holds reasoning up to a `</think>` that nothing in it opened."""
+    family: str = ""
+    """The family of the fault, as the detector names it; empty in results before 0.3.0."""
+    causes: tuple[str, ...] = ()
+    """What a detector of another package says that the fault comes from."""
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether the text is a loop, which a small whole model writes too, rather than a flood,
+        a salad or a leak.
+        """
+        return self.known_family == Family.LOOP
+
+    @property
+    def known_family(self) -> str:
+        """The family of the fault; of an earlier result, by the name of its kind."""
+        if self.family or self.kind is None:
+            return self.family
+        return next((f for pattern, f in _FAMILIES if re.search(pattern, self.kind)), Family.OTHER)
 
     @property
     def greedy(self) -> bool:
@@ -107,7 +128,21 @@ class GradedReply:
     def from_json(cls, data: Mapping[str, Any]) -> GradedReply:
         """Read one sample of an earlier result; missing optional fields take their defaults."""
         checks = tuple(from_fields(AnswerCheck, check) for check in data.get("checks", ()))
-        return from_fields(cls, data, checks=checks)
+        causes = tuple(str(cause) for cause in data.get("causes", ()))
+        return from_fields(cls, data, checks=checks, causes=causes)
+
+
+_FAMILIES = (
+    (r"^special_token_flood", Family.TOKEN_FLOOD),
+    (r"flood", Family.FLOOD),
+    (r"^(?:newline_loop|delimiter_loop|asterisk_attractor|few_characters)", Family.MARKS),
+    (r"loop|^(?:the_the_the|a_a_a|few_words|repeated_tool_call|.*_tail)$", Family.LOOP),
+    (r"salad|soup|script|drift", Family.SALAD),
+    (r"leak|^malformed_arguments", Family.LEAK),
+    (r"^(?:replacement|control)_characters|^tokenizer_marks", Family.BYTES),
+    (r"^stutter", Family.STUTTER),
+)
+"""Families of kinds in results before 0.3.0, which hold none, by patterns; the first that fits."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ def grade_outcome(outcome: Outcome, *, run_code: bool = False) -> GradedReply:
     return GradedReply(
         label=worst.label,
         kind=worst.kind,
+        family=worst.family,
+        causes=worst.causes_of_others,
         onset_char=worst.onset_char,
         finish_reason=reply.finish_reason,
         completion_tokens=reply.completion_tokens,

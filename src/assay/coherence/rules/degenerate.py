@@ -35,29 +35,13 @@ RATE_CLEAR = 0.25
 """If the rate of hard texts, or the difference to the reference, may be larger than this (upper
 bound), it is unclear.
 """
-_LOOPS_BY_NAME = frozenset(
-    {"the_the_the", "a_a_a", "few_words", "repeated_tool_call", "recycled_tail", "copied_tail"}
-)
-_HARD_LOOPS = frozenset({"newline_loop", "delimiter_loop"})
-"""Loops of nothing but blanks and marks: no model that is whole ends there, so they count as
-floods.
-"""
-
-
-def is_loop(kind: str | None) -> bool:
-    """Whether a kind is a loop, which a small healthy model writes too, rather than a flood or a
-    salad.
-    """
-    return (
-        kind is not None and ("loop" in kind or kind in _LOOPS_BY_NAME) and kind not in _HARD_LOOPS
-    )
 
 
 def is_hard(sample: GradedReply) -> bool:
     """Whether the text is one that no sane model writes at any size: a flood, a salad, nothing at
     all.
     """
-    return sample.degenerate and not is_loop(sample.kind)
+    return sample.degenerate and not sample.is_loop
 
 
 def hard_texts(record: CheckRecord, reference: CheckRecord | None, confidence: float) -> Rulings:
