@@ -31,7 +31,7 @@ from assay.engines import Request
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob, ScoringPath, Window, WindowRows
 from assay.environment import describe
-from assay.fidelity.metrics import window_statistics
+from assay.fidelity.metrics.token_statistics import window_statistics
 
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("sdpa", "assay", "eager")

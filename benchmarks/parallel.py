@@ -37,7 +37,7 @@ import torch.multiprocessing as processes
 
 from assay.engines.scoring import Head, ScoreJob, StateRows, VocabularyShard, Window
 from assay.engines.vllm.scorer import VllmScorer
-from assay.fidelity.metrics import batch_statistics
+from assay.fidelity.metrics.token_statistics import batch_statistics
 from assay.runs import write_atomically
 
 MACHINE = f"{platform.machine()}, {len(os.sched_getaffinity(0))} CPUs that other programs use too"

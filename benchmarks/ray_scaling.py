@@ -33,7 +33,8 @@ from assay.engines.scoring import Head, Window
 from assay.environment import describe
 from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import Plan
-from assay.fidelity.store import StoreHeader, StoreWriter
+from assay.fidelity.store.manifest import StoreHeader
+from assay.fidelity.store.writer import StoreWriter
 
 
 class Clock:

@@ -20,7 +20,7 @@ import numpy as np
 
 import assay
 from assay.demo.models import build_smollm2
-from assay.fidelity.pack import PackOptions, write_pack
+from assay.fidelity.pack.writer import PackOptions, write_pack
 
 CANDIDATES = ("", "weights=int(bits=8,group=128)", "weights=polar(bits=6)")
 """Options of the candidates: bfloat16 as stored, and two formats."""

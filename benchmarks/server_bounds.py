@@ -24,11 +24,12 @@ from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob, Window, WindowRows
 from assay.engines.server.scoring import TopkLogprobs
 from assay.environment import describe
-from assay.fidelity.metrics import choose_ids, window_bounds, window_statistics
+from assay.fidelity.bounds import Bounds, bounds_of
+from assay.fidelity.metrics.bounds import choose_ids, window_bounds
+from assay.fidelity.metrics.token_statistics import window_statistics
+from assay.fidelity.observation import WindowObservation, observation, pooled
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows
-from assay.fidelity.result import Bounds, bounds_of
-from assay.fidelity.score import WindowObservation, observation, pooled
 
 RESULTS = Path(__file__).parent / "results"
 CANDIDATES = {

@@ -22,7 +22,7 @@ tokens have
 compare` takes them, from the
          sums by window that `token_differences.py --sums` kept; the truth is the mean over the
          whole text. Errors by window
-         and by block of up to four neighbours (`assay.fidelity.plan.blocks_of`).
+         and by block of up to four neighbours (`assay.fidelity.windows.blocks_of`).
 
 Written to results/stats_coverage.{json,md}; rows of the sources that are not run again are kept.
 """
@@ -41,7 +41,7 @@ from pathlib import Path
 
 import numpy as np
 
-from assay.fidelity.plan import Cut, blocks_of, places_of
+from assay.fidelity.windows import Cut, blocks_of, places_of
 from assay.stats import (
     Interval,
     Resampling,

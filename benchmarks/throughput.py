@@ -69,7 +69,7 @@ def hf_ways(engine: Any, rows: list[StateRows], job: ScoreJob) -> dict[str, Call
     """The ways of transformers, in the same batches."""
     import torch
 
-    from assay.fidelity.metrics import window_statistics
+    from assay.fidelity.metrics.token_statistics import window_statistics
 
     model = engine.engine.model
 

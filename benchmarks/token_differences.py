@@ -22,9 +22,9 @@ import numpy as np
 from assay.demo.models import build_smollm2
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob
-from assay.fidelity.metrics import window_statistics
-from assay.fidelity.plan import Cut, cut_windows, places_of
-from assay.fidelity.text import read_text
+from assay.fidelity.metrics.token_statistics import window_statistics
+from assay.fidelity.text.sources import read_text
+from assay.fidelity.windows import Cut, cut_windows, places_of
 
 RESULT = Path(__file__).parent / "results" / "token_differences.npz"
 CANDIDATES = {"bf16": "dtype=bfloat16", "4 bit": "dtype=float32&weights=polar(bits=4)"}

@@ -5,7 +5,7 @@ torch and float64.
 
 For every vocabulary and pair of types: the largest difference of total variation from float64's, of
 the kernel and of torch, over rows whose sides differ by noise of several sizes; whether
-`assay.fidelity.metrics_gpu` takes the kernel; and the time of both on 1,024 rows. Exits 1 where the
+`assay.fidelity.metrics.fused_gpu` takes the kernel; and the time of both on 1,024 rows. Exits 1 where the
 kernel is further from float64 than 1e-5.
 """
 
@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from assay.environment import describe
-from assay.fidelity.metrics import RowSums, _stacked_sums, _statistics
-from assay.fidelity.metrics_gpu import fused_row_sums, same_by_both
+from assay.fidelity.metrics.fused_gpu import fused_row_sums, same_by_both
+from assay.fidelity.metrics.row_sums import RowSums, _stacked_sums
+from assay.fidelity.metrics.token_statistics import statistics_of
 
 VOCABULARIES = (1, 700, 2049, 49_152, 151_936, 262_144)
 TYPES = (
@@ -85,9 +86,9 @@ def row(vocab: int, own: torch.dtype, other: torch.dtype) -> dict[str, Any]:
 
 
 def tv(sums: torch.Tensor) -> torch.Tensor:
-    """Total variation from the sums of `assay.fidelity.metrics.RowSums`."""
+    """Total variation from the sums of `assay.fidelity.metrics.row_sums.row_sums.RowSums`."""
     sides = dict(zip((f.name for f in fields(RowSums)), sums, strict=True))
-    return _statistics(RowSums(**sides | {"same_best": sides["same_best"] > 0}), None).tv.cpu()
+    return statistics_of(RowSums(**sides | {"same_best": sides["same_best"] > 0}), None).tv.cpu()
 
 
 def timed(run: Callable[[], Any], rounds: int = 5) -> float:

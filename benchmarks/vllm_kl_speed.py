@@ -21,7 +21,7 @@ Ways over the same windows, in tokens scored a second:
 The ways take turns, each once a round and every other round in reverse, and shares are those of one
 round: a machine that becomes slower in the meantime moves both sides of a share. `processor_s` are
 the seconds of all threads of this process, which other programs disturb less than the clock. On a
-GPU `fused` says whether the kernel of `assay.fidelity.metrics_gpu` took the statistics;
+GPU `fused` says whether the kernel of `assay.fidelity.metrics.fused_gpu` took the statistics;
 ASSAY_NO_TRITON=1 leaves it out.
 """
 
@@ -44,9 +44,9 @@ from assay.engines.vllm.core import VllmCore
 from assay.engines.vllm.scorer import VllmScorer
 from assay.environment import describe
 from assay.errors import AssayError
-from assay.fidelity.metrics import batch_statistics, window_statistics
+from assay.fidelity.metrics.token_statistics import batch_statistics, window_statistics
 
-STATISTICS = "assay.fidelity.metrics:batch_statistics"
+STATISTICS = "assay.fidelity.metrics.token_statistics:batch_statistics"
 
 
 def windows_of(engine: VllmScorer, count: int, length: int) -> list[Window]:
@@ -157,7 +157,9 @@ def measure(
     every = Way(lambda: generate(windows[:1], args.all_tokens, -1), args.all_tokens - 1)
     found |= in_turns({"all": every}, 1)
     found["statistics"]["enqueued_s"] = statistics.median(enqueued[1:])
-    kernel = sys.modules.get("assay.fidelity.metrics_gpu")  # imported by the first logits on a GPU
+    kernel = sys.modules.get(
+        "assay.fidelity.metrics.fused_gpu"
+    )  # imported by the first logits on a GPU
     found |= {"kl_self": max(kl()), "fused": kernel and kernel.fused_statistics()}
     speed = {name: found[name]["all"] for name in ("prefill", "states", "kl", "top20")}
     found["kl_share_of_prefill"] = share(speed["kl"], speed["prefill"])

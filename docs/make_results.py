@@ -33,19 +33,19 @@ VERBS: dict[str, list[str]] = {
         "fidelity/compare.py:report",
         "fidelity/compare.py:shared_results",
         "fidelity/compare.py:unfinished",
-        "fidelity/result.py:Summary.to_json",
+        "fidelity/summary.py:Summary.to_json",
         "fidelity/result.py:CandidateResult.to_json",
-        "fidelity/cost.py:Budget.results",
+        "fidelity/budget.py:Budget.results",
     ],
     "reference": ["fidelity/reference.py:keep_reference", "fidelity/reference.py:_write_base"],
-    "kv eval": ["lab/kv/evaluate.py:run_eval", "fidelity/cost.py:Budget.results"],
+    "kv eval": ["lab/kv/evaluate.py:run_eval", "fidelity/budget.py:Budget.results"],
     "kv sweep": [
         "lab/kv/evaluate.py:run_sweep",
         "lab/kv/evaluate.py:_row",
-        "fidelity/cost.py:Budget.results",
+        "fidelity/budget.py:Budget.results",
     ],
-    "kv attribute": ["lab/kv/sensitivity.py:run_attribute", "fidelity/cost.py:Budget.results"],
-    "kv allocate": ["lab/kv/sensitivity.py:run_allocate", "fidelity/cost.py:Budget.results"],
+    "kv attribute": ["lab/kv/sensitivity.py:run_attribute", "fidelity/budget.py:Budget.results"],
+    "kv allocate": ["lab/kv/sensitivity.py:run_allocate", "fidelity/budget.py:Budget.results"],
     "kv noise": ["lab/kv/sensitivity.py:run_noise"],
     "kv diagnose": ["lab/kv/diagnose.py:run_diagnose"],
     "kv calibrate": ["lab/kv/calibrate.py:run_calibrate"],
@@ -59,8 +59,8 @@ VERBS: dict[str, list[str]] = {
     "bundle verify": ["serving/bundle.py:verify_bundle"],
     "demo": ["demo/run.py:_report"],
     "card": ["gates/card.py:_report"],
-    "table": ["fidelity/table.py:run_table"],
-    "gap": ["lab/gap/outcome.py:Outcome.to_json", "fidelity/cost.py:Budget.results"],
+    "table": ["fidelity/table/verb.py:run_table"],
+    "gap": ["lab/gap/outcome.py:Outcome.to_json", "fidelity/budget.py:Budget.results"],
 }
 
 
@@ -146,9 +146,9 @@ CLASSES = {
     "check.probes[].samples[]": "coherence/record.py:Sample",
     "spec.evidence": "speculation/health.py:Assessment",
     "gap.checks[]": "lab/gap/outcome.py:Check",
-    "compare.margins[]": "fidelity/margins.py:MarginTest",
-    "compare.floors": "fidelity/breakdown.py:Floors",
-    "compare.engaged": "fidelity/score.py:Engaged",
+    "compare.margins[]": "fidelity/margin_tests.py:MarginTest",
+    "compare.floors": "fidelity/breakdown/floors.py:Floors",
+    "compare.engaged": "fidelity/engaged.py:Engaged",
 }
 
 COMMON = {

@@ -155,7 +155,7 @@ def compare(
     """
     from assay.environment import recorded
     from assay.fidelity.compare import run_compare
-    from assay.fidelity.plan import plan_from
+    from assay.fidelity.plan_file import plan_from
     from assay.progress import NO_PROGRESS
 
     engines = {
@@ -216,6 +216,7 @@ def table(*rows: str | Path, **options: Any) -> Report:
     """Compare the candidates of many runs, from Parquet rows or JSON results. Options: `assay table
     --help`.
     """
-    from assay.fidelity.table import TableOptions, run_table
+    from assay.fidelity.table.sums import TableOptions
+    from assay.fidelity.table.verb import run_table
 
     return run_table(TableOptions.of({"rows": tuple(map(str, rows)), **options}))

@@ -80,7 +80,7 @@ def test_predicts_like_transformers(
     not equal.
     """
     from assay.engines.hf.scorer import HfScorer
-    from assay.fidelity.metrics import window_statistics
+    from assay.fidelity.metrics.token_statistics import window_statistics
 
     reference = HfScorer.load(f"hf:{smollm2}?dtype=float32")
     job = ScoreJob()

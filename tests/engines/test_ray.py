@@ -94,7 +94,7 @@ def test_the_batch_of_a_run_is_the_least_that_any_worker_chooses() -> None:
     scorer = object.__new__(RayScorer)
     scorer._pool, scorer.spec, scorer._sizes = Pool(), "hf:a", {}  # type: ignore[assignment]
     windows = [Window(0, (1, 2, 3))]
-    noise = HookSpec("assay.fidelity.breakdown:RoundingNoise", {"sigma": 0.1, "seed": 0})
+    noise = HookSpec("assay.fidelity.breakdown.rounding:RoundingNoise", {"sigma": 0.1, "seed": 0})
     assert (
         scorer._together(windows, ScoreJob(batch=0))
         == scorer._together(windows, ScoreJob(batch=0, hook=noise))

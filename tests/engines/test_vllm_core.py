@@ -182,7 +182,7 @@ def test_the_reduction_is_what_the_function_says_of_the_rows() -> None:
             [r.window for r in references],
             iter(references),
             job,
-            "assay.fidelity.metrics:batch_statistics",
+            "assay.fidelity.metrics.token_statistics:batch_statistics",
         )
     )
     assert [window for window, _ in reduced] == WINDOWS

@@ -25,10 +25,10 @@ from assay.engines.vllm.core import VllmCore, unequal
 from assay.engines.vllm.ranks import HeadFile, Place, ScoringExtension, merged, output_head
 from assay.engines.vllm.start import REPORTS, VllmSpec, parse_spec
 from assay.errors import AssayError, UsageError
-from assay.fidelity.metrics import RowStatistics, window_statistics
+from assay.fidelity.metrics.token_statistics import RowStatistics, window_statistics
 from together import Together
 
-STATISTICS = "assay.fidelity.metrics:batch_statistics"
+STATISTICS = "assay.fidelity.metrics.token_statistics:batch_statistics"
 WINDOWS = [Window(i, tuple((7 * i + 3 * j * j) % VOCAB for j in range(24))) for i in range(5)]
 DEATHS = core_module._Deaths
 PADDED = {2: 32, 3: 22}  # vLLM pads 50 rows to 64, or what the ranks divide

@@ -23,12 +23,13 @@ from assay.demo import vllm_python
 from assay.engines.scoring import ScoreJob, ScoringPath, StateRows
 from assay.engines.vllm.scorer import VllmScorer
 from assay.errors import AssayError
-from assay.fidelity.metrics import RowStatistics, window_statistics
-from assay.fidelity.store import StoreHeader, StoreWriter
+from assay.fidelity.metrics.token_statistics import RowStatistics, window_statistics
+from assay.fidelity.store.manifest import StoreHeader
+from assay.fidelity.store.writer import StoreWriter
 from assay_lab.kv.cache_hook import hook_spec, stream_facts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-STATISTICS = "assay.fidelity.metrics:batch_statistics"
+STATISTICS = "assay.fidelity.metrics.token_statistics:batch_statistics"
 CODED = ScoreJob(
     ScoringPath.DECODE,
     scored_from=24,

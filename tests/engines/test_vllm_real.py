@@ -103,7 +103,7 @@ def windows(engine: VllmScorer, count: int = 3) -> list[Window]:
 
 def test_a_worker_gives_what_transformers_gives(engine: VllmScorer, smollm2: Path) -> None:
     from assay.engines.hf.scorer import HfScorer
-    from assay.fidelity.metrics import window_statistics
+    from assay.fidelity.metrics.token_statistics import window_statistics
 
     reference = HfScorer.load(f"hf:{smollm2}?dtype=float32")
     assert engine.tokenizer.sha256 == reference.tokenizer.sha256
@@ -121,7 +121,7 @@ def test_a_worker_gives_what_transformers_gives(engine: VllmScorer, smollm2: Pat
             windows(engine),
             iter(wanted),
             job,
-            "assay.fidelity.metrics:batch_statistics",  # type: ignore[arg-type]
+            "assay.fidelity.metrics.token_statistics:batch_statistics",  # type: ignore[arg-type]
         )
     )
     for (window, values), one, other in zip(reduced, wanted, found, strict=True):

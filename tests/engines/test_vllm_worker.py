@@ -104,7 +104,9 @@ def test_a_session_scores_and_reduces(remote: RemoteCore) -> None:
     assert remote.head.vocab_size == VOCAB
     references = [StateRows(w, 4, s, remote.head) for w, s in zip(WINDOWS, states, strict=True)]
     for _ in range(2):  # the head goes there once
-        for found in remote.reduce(WINDOWS, references, "assay.fidelity.metrics:batch_statistics"):
+        for found in remote.reduce(
+            WINDOWS, references, "assay.fidelity.metrics.token_statistics:batch_statistics"
+        ):
             assert float(found["kl"].abs().max()) < 1e-9
     assert len(remote._heads) == 1
     engagement = remote.end()

@@ -12,16 +12,16 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from assay.fidelity import metrics
-from assay.fidelity.metrics import RowStatistics, RowSums, _stacked_sums, row_statistics
-from assay.fidelity.metrics_gpu import alike, fused_row_sums
+from assay.fidelity.metrics.fused_gpu import alike, fused_row_sums
+from assay.fidelity.metrics.row_sums import RowSums, _stacked_sums
+from assay.fidelity.metrics.token_statistics import RowStatistics, row_statistics, statistics_of
 
 INF, NAN = float("inf"), float("nan")
 
 
 def by_kernel(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) -> RowStatistics:
     *sides, same_best = fused_row_sums(ref, cand, gold)
-    return metrics._statistics(RowSums(*sides, same_best > 0), None)
+    return statistics_of(RowSums(*sides, same_best > 0), None)
 
 
 def same_by_both(*rows: torch.Tensor) -> bool:

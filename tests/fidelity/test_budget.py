@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from assay.cli.main import invoke
-from assay.fidelity.cost import Budget, OutOfTime, size_for
-from assay.fidelity.plan import Plan, plan_from
-from assay.fidelity.result import is_certain
-from assay.fidelity.score import WindowObservation
+from assay.fidelity.budget import Budget, OutOfTime, size_for
+from assay.fidelity.observation import WindowObservation
+from assay.fidelity.plan import Plan
+from assay.fidelity.plan_file import plan_from
+from assay.fidelity.summary import is_certain
 from assay.stats.equivalence import Margins
 from assay.verdict import Severity, Verdict
 

@@ -19,7 +19,7 @@ from assay.cli.main import invoke
 from assay.engines.scoring import Head
 from assay.errors import AssayError
 from assay.fidelity.capture import NAME
-from assay.fidelity.pack import open_pack, pack_settings
+from assay.fidelity.pack.reader import open_pack, pack_settings
 
 LENGTH, WIDTH, VOCAB = 12, 16, 50
 

@@ -13,7 +13,7 @@ import pytest
 from assay.cli.main import invoke
 from assay.engines.hf import scorer as window_scoring
 from assay.engines.scoring import ScoreJob, ScoringPath
-from assay.fidelity.plan import Cut, places_of
+from assay.fidelity.windows import Cut, places_of
 from tiny_target import make_target
 
 pytestmark = pytest.mark.engine

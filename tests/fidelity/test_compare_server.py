@@ -26,10 +26,11 @@ from assay.engines.server.http import BadScores
 from assay.engines.specs import open_candidate
 from assay.errors import AssayError, UsageError
 from assay.fidelity import compare as compare_module
-from assay.fidelity.plan import Plan, label_of
+from assay.fidelity.names import label_of
+from assay.fidelity.plan import Plan
 from assay.fidelity.reference import Reference
 from assay.fidelity.score import observe
-from assay.fidelity.text import PROBE, probe_ids, prove_tokenizer
+from assay.fidelity.text.tokenizer_proof import PROBE, probe_ids, prove_tokenizer
 from assay.runs import Kept
 from stub_server import MODEL, Exchange, StubServer, healthy, models, not_found
 

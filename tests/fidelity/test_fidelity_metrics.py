@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from assay.engines.scoring import LogitRows, Window
-from assay.fidelity import metrics
-from assay.fidelity.metrics import batch_statistics, first_max, row_statistics, window_statistics
+from assay.fidelity.metrics import token_statistics
+from assay.fidelity.metrics.row_sums import first_max
+from assay.fidelity.metrics.token_statistics import (
+    batch_statistics,
+    row_statistics,
+    window_statistics,
+)
 
 
 def brute_force(ref: np.ndarray, cand: np.ndarray, gold: np.ndarray) -> dict[str, np.ndarray]:
@@ -222,8 +227,8 @@ def test_statistics_do_not_depend_on_how_many_rows_are_taken_at_once(
     sides = [LogitRows(window, 1, part) for part in logits]
     whole = row_statistics(*logits, torch.arange(1, count + 1))
     for block, cache in ((4 * vocab * 9, 4 * vocab * 4), (1, 1), (1 << 30, 1 << 30)):
-        monkeypatch.setattr(metrics, "BLOCK_BYTES", {"cpu": block, "cuda": block})
-        monkeypatch.setattr(metrics, "CACHE_BYTES", {"cpu": cache, "cuda": cache})
+        monkeypatch.setattr(token_statistics, "BLOCK_BYTES", {"cpu": block, "cuda": block})
+        monkeypatch.setattr(token_statistics, "CACHE_BYTES", {"cpu": cache, "cuda": cache})
         found = window_statistics(*sides)
         for field in fields(found):
             torch.testing.assert_close(getattr(found, field.name), getattr(whole, field.name))

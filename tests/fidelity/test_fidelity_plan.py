@@ -8,7 +8,9 @@ import pytest
 
 from assay.engines.scoring import ScoringPath
 from assay.errors import AssayError, UsageError
-from assay.fidelity.plan import Plan, fingerprint, label_of, plan_from, read_plan
+from assay.fidelity.names import fingerprint, label_of
+from assay.fidelity.plan import Plan
+from assay.fidelity.plan_file import plan_from, read_plan
 
 TOML = """
 reference = "hf:./model?dtype=float32"

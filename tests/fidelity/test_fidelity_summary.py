@@ -11,9 +11,10 @@ import pytest
 
 from assay.engines.scoring import Engagement, ScoringPath, Window
 from assay.errors import AssayError
-from assay.fidelity.breakdown import by_class, by_confidence, by_depth, worst_tokens
-from assay.fidelity.result import per_window, summarise
-from assay.fidelity.score import WindowObservation, engaged, from_arrays, to_arrays, zero_share
+from assay.fidelity.breakdown.bins import by_class, by_confidence, by_depth, worst_tokens
+from assay.fidelity.engaged import engaged, zero_share
+from assay.fidelity.observation import WindowObservation, from_arrays, to_arrays
+from assay.fidelity.summary import per_window, summarise
 from assay.runs import Kept
 from assay.stats import Resampling, cluster_ratio
 from assay.stats.equivalence import Grade, Margins

@@ -9,7 +9,7 @@ import pytest
 
 from assay.engines.scoring import GreedyStep, Window
 from assay.errors import AssayError
-from assay.fidelity.breakdown import compare_greedy, continue_greedily, prefixes_of
+from assay.fidelity.breakdown.greedy import compare_greedy, continue_greedily, prefixes_of
 from assay.fidelity.report import greedy_blocks
 
 WINDOWS = [Window(i, tuple(range(i, i + 20))) for i in range(10)]

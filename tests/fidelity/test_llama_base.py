@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from assay.engines.scoring import LogitRows, Window
 from assay.errors import AssayError
-from assay.fidelity.store import encode_rows, open_base, write_base
+from assay.fidelity.llama_base import encode_rows, open_base, write_base
 
 
 def scored(

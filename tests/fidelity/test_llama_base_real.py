@@ -12,10 +12,10 @@ import pytest
 
 from assay.engines.gguf import GgufScorer
 from assay.engines.scoring import LogitRows, ScoreJob
-from assay.fidelity.metrics import window_statistics
-from assay.fidelity.plan import Cut, cut_windows
-from assay.fidelity.store import BaseFile, open_base, write_base
-from assay.fidelity.text import read_text
+from assay.fidelity.llama_base import BaseFile, open_base, write_base
+from assay.fidelity.metrics.token_statistics import window_statistics
+from assay.fidelity.text.sources import read_text
+from assay.fidelity.windows import Cut, cut_windows
 from assay.runs import cache_dir
 from llama_cpp_package import require_llama_cpp
 

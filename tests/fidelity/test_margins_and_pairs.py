@@ -13,19 +13,20 @@ import pytest
 from scipy import stats
 
 from assay.errors import UsageError
-from assay.fidelity.breakdown import Floors
+from assay.fidelity.breakdown.floors import Floors
 from assay.fidelity.compare import Looks, implausible
-from assay.fidelity.margins import (
-    against_control,
-    all_pairs,
-    control_findings,
-    controlled,
-    margin_tests,
-)
-from assay.fidelity.plan import Plan, label_of
+from assay.fidelity.control import against_control, control_findings, controlled
+from assay.fidelity.engaged import Engaged
+from assay.fidelity.findings import findings_of
+from assay.fidelity.margin_tests import margin_tests
+from assay.fidelity.names import label_of
+from assay.fidelity.observation import WindowObservation
+from assay.fidelity.pairs import all_pairs
+from assay.fidelity.plan import Plan
+from assay.fidelity.power import power_of
 from assay.fidelity.report import blocks, pareto, short_names
-from assay.fidelity.result import CandidateResult, findings_of, power_of, summarise, verdict_of
-from assay.fidelity.score import Engaged, WindowObservation
+from assay.fidelity.result import CandidateResult, verdict_of
+from assay.fidelity.summary import summarise
 from assay.stats import Resampling
 from assay.stats.equivalence import Grade, Margins, Standing, confidence_of_look
 from assay.verdict import Chart, Severity, Table, Verdict

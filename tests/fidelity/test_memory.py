@@ -20,8 +20,9 @@ import transformers
 from assay.cli.main import invoke
 from assay.engines.hf import cache, scorer
 from assay.engines.scoring import ScoreJob, ScoringPath
-from assay.fidelity import cost
-from assay.fidelity.cost import Memory, Side, predict, read_checkpoint
+from assay.fidelity import memory
+from assay.fidelity.memory import Memory, Side, predict_memory
+from assay.fidelity.model_size import read_checkpoint
 from assay.fidelity.plan import Plan
 from tiny_target import make_experts, make_target
 
@@ -90,9 +91,9 @@ def test_windows_are_those_that_the_engine_will_run_together(
     tmp_path: Path, path: ScoringPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, model, free = dummy(tmp_path / "70b", 2), meta(2), 40 << 30
-    monkeypatch.setattr(cost, "free_memory", lambda device: free)
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
     plan = Plan(f"hf:{folder}", (f"hf:{folder}?dtype=float16",), path=path, length=2048)
-    side = predict(plan).sides[0]
+    side = predict_memory(plan).sides[0]
     monkeypatch.setattr(scorer, "free_memory", lambda device: free - side.weights)
     assert side.windows == scorer.choose_batch(model, 2048, ScoreJob(path))
     states = 2 * 2048 * 8192 * 2
@@ -105,14 +106,14 @@ def test_ranks_share_weights_cache_and_head_of_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = dummy(tmp_path / "70b", 4)
-    monkeypatch.setattr(cost, "free_memory", lambda device: 80 << 30)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 80 << 30)
     for device in ("cpu", "cuda"):
-        monkeypatch.setattr(cost, "choose_device", lambda wanted, device=device: device)
+        monkeypatch.setattr(memory, "choose_device", lambda wanted, device=device: device)
         specs = [
             f"vllm:{folder}?kv_cache_gib=8&{p}"
             for p in ("tensor_parallel=1", "tensor_parallel=2", "pipeline_parallel=2")
         ]
-        whole, tensor, stages = predict(Plan(specs[0], tuple(specs[1:]))).sides
+        whole, tensor, stages = predict_memory(Plan(specs[0], tuple(specs[1:]))).sides
         share = 2 if device == "cuda" else 1  # on a CPU all ranks are in one memory
         assert whole.head == 2 * 8192 * 128256 and whole.cache == 8 << 30
         assert [s.weights for s in (tensor, stages)] == [whole.weights // share] * 2
@@ -176,7 +177,7 @@ def test_what_does_not_fit_is_refused_before_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cost, "free_memory", lambda device: 64 << 30)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 64 << 30)
     monkeypatch.setattr(
         "assay.fidelity.compare.open_reference", lambda *a: pytest.fail("it was opened")
     )
@@ -211,7 +212,7 @@ def test_what_cannot_be_read_is_not_known_and_left_to_the_engine(
         config["n_embd"] = config.pop("hidden_size")
         (folder / "config.json").write_text(json.dumps(config))
     name = "nobody/such-a-model" if fault == "hub" else str(folder)
-    found = predict(Plan(f"hf:{name}", ("http://localhost:1",)))
+    found = predict_memory(Plan(f"hf:{name}", ("http://localhost:1",)))
     assert not found.sides and found.line() == "" and len(found.unknown) == 1
     found.require()
     assert found.to_json()["predicted"] is None

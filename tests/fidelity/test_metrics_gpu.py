@@ -17,8 +17,7 @@ torch = pytest.importorskip("torch")
 
 import assay.fidelity
 from assay.demo import vllm_python
-from assay.fidelity import metrics
-from assay.fidelity.metrics import RowSums, _stacked_sums
+from assay.fidelity.metrics.row_sums import RowSums, _stacked_sums, kernel_of
 
 HERE = Path(__file__).parent
 NAMES = list(RowSums.__dataclass_fields__)
@@ -36,15 +35,15 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         stub.jit, stub.language = lambda function: function, language  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "triton", stub)
         monkeypatch.setitem(sys.modules, "triton.language", language)
-    module = importlib.import_module("assay.fidelity.metrics_gpu")
+    module = importlib.import_module("assay.fidelity.metrics.fused_gpu")
     monkeypatch.setattr(module, "_SAME", {})
     yield module
     _forget()
 
 
 def _forget() -> None:
-    sys.modules.pop("assay.fidelity.metrics_gpu", None)
-    vars(assay.fidelity).pop("metrics_gpu", None)
+    sys.modules.pop("assay.fidelity.metrics.fused_gpu", None)
+    vars(assay.fidelity.metrics).pop("fused_gpu", None)
 
 
 @pytest.mark.engine
@@ -113,7 +112,7 @@ def test_without_triton_torch_takes_the_statistics_and_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     _forget()
-    metrics._kernel.cache_clear()
+    kernel_of.cache_clear()
     with pytest.warns(RuntimeWarning, match="by torch"):
-        assert metrics._kernel() is None
-    metrics._kernel.cache_clear()
+        assert kernel_of() is None
+    kernel_of.cache_clear()

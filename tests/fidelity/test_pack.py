@@ -22,15 +22,10 @@ from test_store import FIRST, HEADER, LENGTH, VOCAB, head, states, window, write
 from assay.cli.main import invoke
 from assay.engines.scoring import Head, StateRows
 from assay.errors import AssayError
-from assay.fidelity.metrics import window_statistics
-from assay.fidelity.pack import (
-    PackOptions,
-    head_digest,
-    open_pack,
-    pack_settings,
-    read_pack,
-    write_pack,
-)
+from assay.fidelity.metrics.token_statistics import window_statistics
+from assay.fidelity.pack.format import head_digest
+from assay.fidelity.pack.reader import open_pack, pack_settings, read_pack
+from assay.fidelity.pack.writer import PackOptions, write_pack
 
 KEY = b"0123456789abcdef0123456789abcdef"
 
@@ -102,7 +97,7 @@ def test_a_head_in_16_bits_and_the_same_one_widened_have_one_digest() -> None:
 
 
 def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    from assay.fidelity.store import StoreWriter
+    from assay.fidelity.store.writer import StoreWriter
 
     writer = StoreWriter(tmp_path / "store", HEADER, head())
     writer.add(window(0), states(0) * 1e6)

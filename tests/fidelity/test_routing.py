@@ -19,7 +19,7 @@ from assay.cli.main import invoke
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.errors import AssayError
-from assay.fidelity.metrics import window_statistics
+from assay.fidelity.metrics.token_statistics import window_statistics
 from assay.fidelity.routing import (
     Routed,
     RoutingHook,

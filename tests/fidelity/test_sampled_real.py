@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.fidelity.text import generate_text
+from assay.fidelity.text.own import generate_text
 
 pytestmark = pytest.mark.engine
 

@@ -21,7 +21,11 @@ torch = pytest.importorskip("torch")
 from test_fidelity_metrics import brute_force
 
 from assay.engines.scoring import Head, StateRows, VocabularyShard, Window
-from assay.fidelity.metrics import RowStatistics, batch_statistics, window_statistics
+from assay.fidelity.metrics.token_statistics import (
+    RowStatistics,
+    batch_statistics,
+    window_statistics,
+)
 from together import Together
 
 VOCAB, WIDTH, TOKENS = 997, 24, 70

@@ -12,7 +12,9 @@ torch = pytest.importorskip("torch")
 
 from assay.engines.scoring import Head, Window
 from assay.errors import AssayError
-from assay.fidelity.store import Store, StoreHeader, StoreWriter, open_store
+from assay.fidelity.store.manifest import StoreHeader
+from assay.fidelity.store.reader import Store, open_store
+from assay.fidelity.store.writer import StoreWriter
 
 LENGTH, FIRST, WIDTH, VOCAB = 12, 3, 16, 50
 HEADER = StoreHeader(

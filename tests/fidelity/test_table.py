@@ -22,7 +22,9 @@ pa = pytest.importorskip("pyarrow", reason="needs the extra scale: pyarrow and d
 pytest.importorskip("duckdb", reason="needs the extra scale: pyarrow and duckdb")
 import pyarrow.parquet as pq
 
-from assay.fidelity.table import COLUMNS, TableOptions, column_reference, rows_of, run_table, schema
+from assay.fidelity.table.rows import COLUMNS, column_reference, rows_of, schema
+from assay.fidelity.table.sums import TableOptions
+from assay.fidelity.table.verb import run_table
 from tiny_target import make_target
 
 pytestmark = pytest.mark.engine
@@ -187,7 +189,8 @@ def test_ten_thousand_windows_of_forty_candidates_take_bounded_memory(tmp_path: 
         pq.write_table(pa.table(columns, schema=schema()), tmp_path / f"{c:02d}.parquet")
     code = (
         "import json, re, sys\n"
-        "from assay.fidelity.table import TableOptions, run_table\n"
+        "from assay.fidelity.table.sums import TableOptions\n"
+        "from assay.fidelity.table.verb import run_table\n"
         "report = run_table(TableOptions.of({'rows': (sys.argv[1],), 'memory': 128, 'against':"
         " 'c00'}))\n"
         # Not ru_maxrss, which holds what the process was forked from as well.
@@ -314,7 +317,7 @@ def test_a_comparison_writes_the_rows_of_its_result(
 
 
 def test_what_is_kept_of_tokens_leaves_memory(tmp_path: Path) -> None:
-    from assay.fidelity.score import WindowObservation, on_disk, size_of
+    from assay.fidelity.observation import WindowObservation, on_disk, size_of
 
     rng = np.random.default_rng(0)
     numbers = [rng.random(1023) for _ in range(8)]

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from assay.engines import Capability, CapabilityReport, MissingCapability, Reply, Request
 from assay.errors import AssayError, UsageError
-from assay.fidelity.plan import Cut, available_windows, blocks_of, cut_windows, places_of
-from assay.fidelity.text import generate_text, read_text
+from assay.fidelity.text.own import generate_text
+from assay.fidelity.text.sources import read_text
+from assay.fidelity.windows import Cut, available_windows, blocks_of, cut_windows, places_of
 
 
 def test_files_are_joined_in_order_and_hashed(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.fidelity.breakdown import TokenClass, token_class, token_classes
+from assay.fidelity.breakdown.token_class import TokenClass, token_class, token_classes
 
 EXAMPLES = {
     TokenClass.WORDS: [

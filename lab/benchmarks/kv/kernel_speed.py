@@ -33,7 +33,8 @@ from unittest import mock
 import torch
 
 from assay.environment import describe
-from assay.fidelity import metrics
+from assay.fidelity.metrics.row_sums import row_sums
+from assay.fidelity.metrics.token_statistics import row_statistics
 from assay_lab import trellis
 from assay_lab.kv import lab
 from assay_lab.kv.cache_hook import _BENCHES
@@ -295,14 +296,14 @@ def on_gpu(rounds: int) -> list[Plan]:
 
 
 def plain_statistics() -> AbstractContextManager[None]:
-    return replaced((metrics, "_kernel", lambda: None))
+    return replaced((row_sums, "kernel_of", lambda: None))
 
 
-_row_sums = torch.compile(metrics.row_sums)
+_row_sums = torch.compile(row_sums.row_sums)
 
 
 def compiled_statistics() -> AbstractContextManager[None]:
-    return replaced((metrics, "_kernel", lambda: None), (metrics, "row_sums", _row_sums))
+    return replaced((row_sums, "kernel_of", lambda: None), (row_sums, "row_sums", _row_sums))
 
 
 STATISTICS: dict[str, Form] = {
@@ -324,14 +325,12 @@ def statistics_use(rows: int, vocab: int) -> Callable[[], dict[str, Use]]:
     near = hidden + drawn(rows, 1024) / 64
 
     def use() -> torch.Tensor:
-        return metrics.row_statistics(hidden @ head, near @ head, gold).kl
+        return row_statistics(hidden @ head, near @ head, gold).kl
 
     def other_sizes() -> list[torch.Tensor]:
         """As the last batches of windows have: a compiler may begin anew for each (see `first_s`)."""
         sizes = [rows * k // 7 for k in range(1, 7)]
-        return [
-            metrics.row_statistics(hidden[:n] @ head, near[:n] @ head, gold[:n]).kl for n in sizes
-        ]
+        return [row_statistics(hidden[:n] @ head, near[:n] @ head, gold[:n]).kl for n in sizes]
 
     return lambda: {
         "logits and statistics": use,

@@ -41,9 +41,10 @@ from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import Engagement, Window
 from assay.environment import describe
 from assay.errors import AssayError
-from assay.fidelity.plan import Plan, blocks_of
+from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows
-from assay.fidelity.result import summarise
+from assay.fidelity.summary import summarise
+from assay.fidelity.windows import blocks_of
 from assay.runs import cache_dir, write_atomically
 from assay.stats import Resampling
 from assay.stats.equivalence import Margins

@@ -43,9 +43,11 @@ from assay.engines.scoring import Engagement, ScoringEngine, Window
 from assay.engines.specs import open_scorer
 from assay.environment import describe
 from assay.errors import AssayError
+from assay.fidelity.engaged import engaged
+from assay.fidelity.observation import WindowObservation
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows
-from assay.fidelity.score import WindowObservation, engaged, observe
+from assay.fidelity.score import observe
 from assay.runs import cache_dir
 from assay_lab.gap.phases import noise_codec
 from assay_lab.kv import calibration

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.fidelity.plan import blocks_of
+from assay.fidelity.windows import blocks_of
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("all", "tail")

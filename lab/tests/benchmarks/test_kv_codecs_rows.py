@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from assay.engines.scoring import Window
-from assay.fidelity.plan import blocks_of
+from assay.fidelity.windows import blocks_of
 from assay_lab.kv.spec import parse_spec
 from kv_codecs import Measuring, _parser, _seen, sections, unseen
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from assay.fidelity.score import WindowObservation
+from assay.fidelity.observation import WindowObservation
 from assay_lab.gap.buckets import WindowSums
 
 

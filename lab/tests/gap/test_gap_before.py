@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from assay.engines.scoring import ScoreJob
 from assay.errors import AssayError
-from assay.fidelity.cost import OutOfTime, Pace
+from assay.fidelity.budget import OutOfTime
+from assay.fidelity.pace import Pace
 from assay.progress import NO_PROGRESS
 from assay_lab.gap import phases as bench_module
 from assay_lab.gap.gap import Runs, measure_all

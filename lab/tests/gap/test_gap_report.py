@@ -14,7 +14,7 @@ from synthetic import configurations, observed, sums
 
 from assay.engines.scoring import Engagement
 from assay.errors import AssayError
-from assay.fidelity.cost import Budget
+from assay.fidelity.budget import Budget
 from assay.report import console, html, markdown
 from assay.verdict import Chart, Report, Severity, Table, Verdict
 from assay_lab.gap import gap as run

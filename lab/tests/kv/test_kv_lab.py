@@ -23,7 +23,8 @@ from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob, TokenizerFacts, Window, WindowRows
 from assay.engines.specs import HfSpec
 from assay.errors import AssayError
-from assay.fidelity.cost import Budget, OutOfTime, Pace
+from assay.fidelity.budget import Budget, OutOfTime
+from assay.fidelity.pace import Pace
 from assay.fidelity.plan import Plan
 from assay.verdict import Severity, Verdict
 from assay_lab.kv import evaluate as sweep_module

@@ -124,7 +124,7 @@ def compare(engines: list[str], **given: Any) -> Report:
     """
     from assay.cli.progress import say, show
     from assay.fidelity.compare import run_compare
-    from assay.fidelity.plan import plan_from, read_plan
+    from assay.fidelity.plan_file import plan_from, read_plan
 
     if len(engines) == 1 and engines[0].endswith(".toml"):
         plan = read_plan(Path(engines[0]), given)
@@ -154,7 +154,7 @@ def reference(engine: str, **given: Any) -> Report:
 
 @verb(
     "reference pack",
-    "assay.fidelity.pack:PackOptions",
+    "assay.fidelity.pack.writer:PackOptions",
     source="DIR|FILE :: Stored reference to pack, or pack to check.",
 )
 def reference_pack(source: str, **given: Any) -> Report:
@@ -163,7 +163,7 @@ def reference_pack(source: str, **given: Any) -> Report:
 
     Exit code 0 packed, or whole and signed with the key; 2 it was altered, or the key is another.
     """
-    from assay.fidelity.pack import PackOptions, write_pack
+    from assay.fidelity.pack.writer import PackOptions, write_pack
 
     return write_pack(PackOptions.of({"source": source, **given}))
 
@@ -176,7 +176,7 @@ def rerun(result: Path, **given: Any) -> Report:
     """
     from assay.cli.progress import say, show
     from assay.fidelity.compare import run_compare
-    from assay.fidelity.plan import plan_of_result
+    from assay.fidelity.plan_file import plan_of_result
 
     return run_compare(plan_of_result(result, given), show, say=say)
 
@@ -212,7 +212,7 @@ def card(reports: list[Path], **given: Any) -> Report:
 
 @verb(
     "table",
-    "assay.fidelity.table:TableOptions",
+    "assay.fidelity.table.sums:TableOptions",
     rows="ROWS... :: Parquet rows, results of compare --json, or folders of them.",
 )
 def table(rows: list[str], **given: Any) -> Report:
@@ -221,7 +221,8 @@ def table(rows: list[str], **given: Any) -> Report:
 
     Exit code 0 compared, 2 a file holds no rows, or a window occurs twice.
     """
-    from assay.fidelity.table import TableOptions, run_table
+    from assay.fidelity.table.sums import TableOptions
+    from assay.fidelity.table.verb import run_table
 
     return run_table(TableOptions.of({"rows": tuple(rows), **given}))
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from assay.engines.scoring import Window
 from assay.errors import AssayError
-from assay.fidelity.store import StoreHeader
+from assay.fidelity.store.manifest import StoreHeader
 
 if TYPE_CHECKING:
     import torch

@@ -21,51 +21,29 @@ from assay.engines.server.engine import ServerCandidate
 from assay.engines.specs import check_spec, is_server, open_candidate
 from assay.environment import describe
 from assay.errors import AssayError
-from assay.fidelity.breakdown import (
-    Floors,
-    by_class,
-    by_confidence,
-    by_depth,
-    compare_greedy,
-    continue_greedily,
-    token_class,
-    worst_tokens,
-)
-from assay.fidelity.cost import Budget, Memory, foretell
-from assay.fidelity.margins import (
-    all_pairs,
-    control_findings,
-    control_metrics,
-    controlled,
-    margin_tests,
-)
-from assay.fidelity.plan import QUICK_MINUTES, Plan, fingerprint, label_of, printable
+from assay.fidelity.breakdown.bins import by_class, by_confidence, by_depth, worst_tokens
+from assay.fidelity.breakdown.floors import Floors
+from assay.fidelity.breakdown.greedy import compare_greedy, continue_greedily
+from assay.fidelity.breakdown.token_class import token_class
+from assay.fidelity.budget import Budget
+from assay.fidelity.control import control_findings, control_metrics, controlled
+from assay.fidelity.engaged import Engaged, engaged
+from assay.fidelity.findings import findings_of
+from assay.fidelity.margin_tests import margin_tests
+from assay.fidelity.memory import Memory, estimate_memory
+from assay.fidelity.names import fingerprint, label_of, printable
+from assay.fidelity.observation import WindowObservation, on_disk, size_of
+from assay.fidelity.pairs import all_pairs
+from assay.fidelity.plan import QUICK_MINUTES, Plan
+from assay.fidelity.power import power_of
 from assay.fidelity.reference import Reference, open_reference, windows_kept
 from assay.fidelity.report import blocks, headline
-from assay.fidelity.result import (
-    CandidateResult,
-    Summary,
-    findings_of,
-    is_certain,
-    margins_of,
-    per_window,
-    power_of,
-    summarise,
-    verdict_of,
-)
+from assay.fidelity.result import CandidateResult, verdict_of
 from assay.fidelity.routing import check_engines, measure_routing
-from assay.fidelity.score import (
-    Candidate,
-    Engaged,
-    WindowObservation,
-    engaged,
-    observe,
-    on_disk,
-    require,
-    size_of,
-)
-from assay.fidelity.table import RowFile
-from assay.fidelity.text import prove_tokenizer
+from assay.fidelity.score import Candidate, observe, require
+from assay.fidelity.summary import Summary, is_certain, margins_of, per_window, summarise
+from assay.fidelity.table.rows import RowFile
+from assay.fidelity.text.tokenizer_proof import prove_tokenizer
 from assay.progress import NO_PROGRESS, Progress, span
 from assay.runs import Kept, RunLock, cache_dir, write_atomically
 from assay.stats import Resampling
@@ -105,7 +83,7 @@ def run_compare(
         check_spec(spec, ScoringPath(plan.path))
     if plan.routing:
         check_engines((plan.reference, *plan.sides), plan.ray)
-    memory = foretell(plan, progress)
+    memory = estimate_memory(plan, progress)
     budget = Budget.of(plan.budget, plan.quick, QUICK_MINUTES)
     with RowFile(plan.rows) if plan.rows else nullcontext() as rows, RunLock() as lock:
         folder = lock.folder(cache_dir("compare") / (key := plan_key(plan)))

@@ -15,38 +15,25 @@ from assay.engines.scoring import ScoringEngine, ScoringPath, TokenizerFacts, Wi
 from assay.engines.specs import SCORERS, check_spec, is_server, open_scorer
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
-from assay.fidelity.breakdown import (
-    FLOOR_WINDOWS,
-    Continued,
-    Floors,
-    continue_greedily,
-    measure_floors,
-)
-from assay.fidelity.cost import WORTH_MEASURING, Budget, foretell, measure_pace
-from assay.fidelity.pack import open_pack
-from assay.fidelity.plan import (
-    Plan,
-    available_windows,
-    blocks_of,
-    cut_windows,
-    fingerprint,
-    label_of,
-    places_of,
-)
+from assay.fidelity.breakdown.floors import FLOOR_WINDOWS, Floors, measure_floors
+from assay.fidelity.breakdown.greedy import Continued, continue_greedily
+from assay.fidelity.budget import Budget
+from assay.fidelity.llama_base import open_base, write_base
+from assay.fidelity.memory import estimate_memory
+from assay.fidelity.names import fingerprint, label_of
+from assay.fidelity.pace import WORTH_MEASURING, measure_pace
+from assay.fidelity.pack.reader import open_pack
+from assay.fidelity.plan import Plan
 from assay.fidelity.routing import Routing, read_routing
 from assay.fidelity.score import LiveRows, ReferenceRows, require_path
-from assay.fidelity.store import NAME as STORE
-from assay.fidelity.store import (
-    Store,
-    StoreHeader,
-    StoreWriter,
-    open_base,
-    open_store,
-    read_manifest,
-    stored_path,
-    write_base,
-)
-from assay.fidelity.text import SELF, OwnText, Text, probe_ids, read_text, write_own_text
+from assay.fidelity.store.manifest import NAME as STORE
+from assay.fidelity.store.manifest import StoreHeader, read_manifest
+from assay.fidelity.store.reader import Store, open_store, stored_path
+from assay.fidelity.store.writer import StoreWriter
+from assay.fidelity.text.own import OwnText, write_own_text
+from assay.fidelity.text.sources import SELF, Text, read_text
+from assay.fidelity.text.tokenizer_proof import probe_ids
+from assay.fidelity.windows import available_windows, blocks_of, cut_windows, places_of
 from assay.progress import Progress
 from assay.runs import Kept, write_atomically
 from assay.verdict import Metric, Report, Verdict
@@ -66,7 +53,7 @@ class Reference:
     text_facts: Mapping[str, Any]
     floors: Floors = field(default_factory=Floors)
     probe_ids: Sequence[int] | None = None
-    """Its ids of the probe text (`assay.fidelity.text`), None where nobody knows them."""
+    """Its ids of the probe text (`assay.fidelity.text.tokenizer_proof`), None where nobody knows them."""
     greedy: Continued = field(
         default_factory=lambda: Continued(reason="a stored reference has no model")
     )
@@ -523,7 +510,7 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
             finding_id="fidelity.usage",
         )
     check_spec(plan.reference, ScoringPath(plan.path))
-    foretell(plan, progress)
+    estimate_memory(plan, progress)
     text = plan_text(plan)
     engine = open_scorer(plan.reference)
     try:

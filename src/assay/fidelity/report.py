@@ -9,18 +9,13 @@ from typing import Any
 import numpy as np
 
 from assay.engines.scoring import GreedyStep
-from assay.fidelity.breakdown import NEAR_TIE, Divergence, Greedy
-from assay.fidelity.margins import MarginTest, Pair
+from assay.fidelity.breakdown.greedy import NEAR_TIE, Divergence, Greedy
+from assay.fidelity.findings import beyond_text, interval_text, kl_text, top1_text, tv_text
+from assay.fidelity.margin_tests import MarginTest
+from assay.fidelity.observation import pooled
+from assay.fidelity.pairs import Pair
 from assay.fidelity.plan import Plan
-from assay.fidelity.result import (
-    CandidateResult,
-    beyond_text,
-    interval_text,
-    kl_text,
-    top1_text,
-    tv_text,
-)
-from assay.fidelity.score import pooled
+from assay.fidelity.result import CandidateResult
 from assay.stats import Interval, percent_change
 from assay.stats.equivalence import Grade
 from assay.verdict import Band, Block, Chart, Metric, Point, Quote, Series, Table

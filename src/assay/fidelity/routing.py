@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from assay.engines.scoring import Engagement, ScoreJob, ScoringEngine, Window, WindowRows
 from assay.errors import AssayError, UsageError
-from assay.fidelity.metrics import window_statistics
-from assay.fidelity.score import ReferenceRows, WindowObservation
+from assay.fidelity.metrics.token_statistics import window_statistics
+from assay.fidelity.observation import WindowObservation
+from assay.fidelity.score import ReferenceRows
 from assay.progress import Advance, Progress
 from assay.runs import Kept
 from assay.stats import ClusterEstimate, cluster_proportion, cluster_ratio, not_negative

@@ -18,7 +18,8 @@ from typing import Any
 from assay.coherence.options import CheckOptions
 from assay.environment import VERSION
 from assay.errors import AssayError
-from assay.fidelity.plan import Plan, label_of
+from assay.fidelity.names import label_of
+from assay.fidelity.plan import Plan
 from assay.gates.contract import BOUNDED, Figure, figures, short
 from assay.options import Options, declared_options, option
 from assay.plugins import get, names

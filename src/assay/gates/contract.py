@@ -23,7 +23,8 @@ from typing import Any, Literal, TypeVar
 from assay.checkpoint.options import VerifyOptions
 from assay.coherence.options import CheckOptions
 from assay.errors import UsageError
-from assay.fidelity.plan import Plan, plan_from
+from assay.fidelity.plan import Plan
+from assay.fidelity.plan_file import plan_from
 from assay.options import Declared, Options, declared_options, option
 from assay.speculation.options import SpecOptions
 from assay.stats import Interval

@@ -22,7 +22,7 @@ from assay.engines.server.engine import ServerEngine
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.extras import not_installed
-from assay.fidelity.plan import printable
+from assay.fidelity.names import printable
 from assay.gates.contract import (
     DEFAULT,
     SECTIONS,

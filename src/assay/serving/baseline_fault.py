@@ -53,7 +53,7 @@ def compare_numbers(found: Diagnosis, url: str, progress: Progress) -> None:
     if engine is None:
         return
     from assay.fidelity.compare import run_compare
-    from assay.fidelity.plan import plan_from
+    from assay.fidelity.plan_file import plan_from
 
     try:
         plan = plan_from(

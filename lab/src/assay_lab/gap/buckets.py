@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from assay.errors import AssayError
-from assay.fidelity.score import WindowObservation
+from assay.fidelity.observation import WindowObservation
 from assay.stats import Interval, cluster_ratio, not_negative
 from assay.stats.equivalence import holm, paired_difference
 

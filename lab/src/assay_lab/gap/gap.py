@@ -13,8 +13,8 @@ from assay.engines.machine import begin_run
 from assay.engines.ray_scorer import on_ray
 from assay.environment import describe
 from assay.errors import AssayError
-from assay.fidelity.plan import label_of
-from assay.fidelity.score import pooled
+from assay.fidelity.names import label_of
+from assay.fidelity.observation import pooled
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Report, Verdict
 from assay_lab.gap.buckets import (

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from assay.errors import AssayError
-from assay.fidelity.score import WindowObservation
+from assay.fidelity.observation import WindowObservation
 from assay.stats import Interval, percent_change
 from assay.stats.equivalence import MIN_WINDOWS
 from assay_lab.gap.buckets import Amount, Decomposition, Effect, aligned, effect, own_effect

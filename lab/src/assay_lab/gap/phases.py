@@ -21,23 +21,16 @@ import numpy as np
 from assay.engines.scoring import ScoreJob, ScoringEngine, ScoringPath, TokenizerFacts, Window
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError
-from assay.fidelity.cost import WORTH_MEASURING, Budget, OutOfTime, measure_pace, size_for
-from assay.fidelity.metrics import statistics_device, window_statistics
-from assay.fidelity.plan import fingerprint, label_of
+from assay.fidelity.budget import Budget, OutOfTime, size_for
+from assay.fidelity.engaged import engaged
+from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
+from assay.fidelity.metrics.token_statistics import statistics_device, window_statistics
+from assay.fidelity.names import fingerprint, label_of
+from assay.fidelity.observation import WindowObservation, from_arrays, observation, to_arrays
+from assay.fidelity.pace import WORTH_MEASURING, measure_pace
 from assay.fidelity.reference import plan_windows, tokenizer_check
-from assay.fidelity.score import (
-    KeptRows,
-    WindowObservation,
-    engaged,
-    engine_key,
-    from_arrays,
-    kept_states,
-    key_of,
-    observation,
-    require_path,
-    to_arrays,
-)
-from assay.fidelity.text import read_text
+from assay.fidelity.score import key_of, require_path
+from assay.fidelity.text.sources import read_text
 from assay.progress import Progress, span
 from assay.runs import Kept
 from assay.stats import Interval, Resampling

@@ -17,7 +17,8 @@ from assay.engines.scoring import HookSpec, ScoreJob
 from assay.engines.specs import check_spec
 from assay.engines.vllm.start import parse_spec as parse_vllm
 from assay.errors import AssayError, UsageError
-from assay.fidelity.plan import Plan, label_of
+from assay.fidelity.names import label_of
+from assay.fidelity.plan import Plan
 from assay_lab.kv.cache_hook import hook_spec, path_of
 from assay_lab.kv.evaluate import require_no_calibration
 from assay_lab.kv.serve import check_full_attention, known_architecture
@@ -119,7 +120,7 @@ def _layers(spec: str) -> int:
 
 # One way to run the model: an engine, and what is in its KV cache.
 
-ROUNDING = "assay.fidelity.breakdown:RoundingNoise"
+ROUNDING = "assay.fidelity.breakdown.rounding:RoundingNoise"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from assay.engines.ray_scorer import Pool
 from assay.engines.specs import parse_spec
 from assay.engines.vllm.path import packages_alone
 from assay.errors import AssayError, UsageError
-from assay.fidelity.text import read_text
+from assay.fidelity.text.sources import read_text
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import Kept, cache_path
 from assay.stats import Interval, cluster_proportion, cluster_ratio

@@ -19,7 +19,8 @@ from urllib.parse import parse_qsl, quote
 from assay.engines.ray_scorer import RayScorer, on_ray
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
-from assay.fidelity.breakdown import Floors
+from assay.fidelity.breakdown.floors import Floors
+from assay.fidelity.budget import Budget
 from assay.fidelity.compare import (
     FIRST_LOOK,
     Looks,
@@ -28,12 +29,15 @@ from assay.fidelity.compare import (
     implausible,
     run_compare,
 )
-from assay.fidelity.cost import Budget
-from assay.fidelity.margins import against_control, control_findings, control_metrics
-from assay.fidelity.plan import QUICK_MINUTES, MarginOptions, Plan, label_of
+from assay.fidelity.control import against_control, control_findings, control_metrics
+from assay.fidelity.engaged import engaged
+from assay.fidelity.findings import findings_of
+from assay.fidelity.names import label_of
+from assay.fidelity.observation import WindowObservation
+from assay.fidelity.plan import QUICK_MINUTES, MarginOptions, Plan
 from assay.fidelity.report import blocks, headline
-from assay.fidelity.result import findings_of, is_certain, margins_of, summarise, verdict_of
-from assay.fidelity.score import WindowObservation, engaged
+from assay.fidelity.result import verdict_of
+from assay.fidelity.summary import is_certain, margins_of, summarise
 from assay.options import declared_options
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import KeptFile

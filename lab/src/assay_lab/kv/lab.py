@@ -34,21 +34,16 @@ from assay.engines.scoring import (
 from assay.engines.server.http import without_credentials
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError, UsageError
-from assay.fidelity.cost import WORTH_MEASURING, Budget, OutOfTime, Pace, measure_pace, size_for
-from assay.fidelity.plan import Plan, blocks_of, label_of
+from assay.fidelity.budget import Budget, OutOfTime, size_for
+from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
+from assay.fidelity.names import label_of
+from assay.fidelity.observation import WindowObservation
+from assay.fidelity.pace import WORTH_MEASURING, Pace, measure_pace
+from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows
-from assay.fidelity.score import (
-    KeptRows,
-    ReferenceRows,
-    WindowObservation,
-    batches,
-    engine_key,
-    kept_states,
-    key_of,
-    observe,
-    read_kept,
-)
-from assay.fidelity.text import read_text
+from assay.fidelity.score import ReferenceRows, batches, key_of, observe, read_kept
+from assay.fidelity.text.sources import read_text
+from assay.fidelity.windows import blocks_of
 from assay.progress import NO_PROGRESS, Progress, span
 from assay.runs import Kept, cache_path, source_digest
 from assay.verdict import Finding, Severity, Verdict

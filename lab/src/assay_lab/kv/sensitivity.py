@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from assay.environment import describe
 from assay.errors import UsageError
-from assay.fidelity.cost import Budget
+from assay.fidelity.budget import Budget
 from assay.fidelity.plan import QUICK_MINUTES
 from assay.progress import NO_PROGRESS, Progress
 from assay.stats import Interval, Resampling, cluster_ratio, not_negative, resampled_counts

@@ -3,7 +3,7 @@ takes statistics of them.
 
 vLLM mixes `ScoringExtension` into its workers. With tensor parallelism each rank of the last
 pipeline stage sees the same final states and holds its rows of the output heads; of what it
-computes only sums go to the others (`assay.fidelity.metrics`), so that no rank ever has a whole
+computes only sums go to the others (`assay.fidelity.metrics.shards`), so that no rank ever has a whole
 head or a whole row of logits.
 
 A rank that fails in the middle of a collective call would leave the others waiting for it. It

@@ -148,7 +148,7 @@ class VllmScorer:
 
         `references` are the reference's rows of `windows`, taken batch by batch. `target` is the
         import path of a function of a batch (reference rows, candidate rows) that gives a dataclass
-        of tensors for each window, such as `assay.fidelity.metrics:batch_statistics`. For a worker
+        of tensors for each window, such as `assay.fidelity.metrics.token_statistics:batch_statistics`. For a worker
         only the states travel to it and the statistics back; in this process it is what
         `score_windows` and that function do.
         """

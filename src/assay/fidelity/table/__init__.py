@@ -1,0 +1,1 @@
+"""Many comparisons as one table: rows of windows, sums of rows, and the verb."""
