@@ -9,9 +9,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cache, lru_cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,68 +115,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def read_once() -> Iterator[Callable[[Path], Path]]:
-    """Marks a model whose tokenizer is read once a session, and encodes a text once: half the time
-    of a small comparison.
-    """
-    transformers = pytest.importorskip("transformers")
-    from assay.engines.hf import scorer
-
-    marked: set[str] = set()
-    read, facts_of = transformers.AutoTokenizer.from_pretrained, scorer.tokenizer_facts
-
-    @cache
-    def of(place: str) -> Any:
-        return read(place, trust_remote_code=False)
-
-    @cache
-    def facts(tokenizer: Any) -> Any:
-        found = facts_of(tokenizer)
-        encode = lru_cache(maxsize=8)(lambda text: tuple(found.encode(text)))
-        return replace(found, encode=lambda text: list(encode(text)))
-
-    def mark(place: Path) -> Path:
-        marked.add(str(place))
-        return place
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            transformers.AutoTokenizer,
-            "from_pretrained",
-            lambda place, *given, **options: (
-                of(str(place)) if str(place) in marked else read(place, *given, **options)
-            ),
-        )
-        patch.setattr(
-            scorer,
-            "tokenizer_facts",
-            lambda t: (facts if t.name_or_path in marked else facts_of)(t),
-        )
-        yield mark
-
-
-@pytest.fixture(scope="session")
-def smollm2(read_once: Callable[[Path], Path]) -> Path:
+def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a checkpoint."""
-    return read_once(build_smollm2())
+    return build_smollm2()
 
 
 @pytest.fixture(scope="session")
-def qwen05(read_once: Callable[[Path], Path]) -> Path:
+def qwen05() -> Path:
     """Qwen2.5-Coder-0.5B-Instruct, whose chat template takes tools."""
-    return read_once(build_qwen05())
+    return build_qwen05()
 
 
 @pytest.fixture(scope="session")
-def gemma3(read_once: Callable[[Path], Path]) -> Path:
+def gemma3() -> Path:
     """Gemma 3 270M, a base model, with a tokenizer that puts BOS first."""
-    return read_once(build_gemma3())
+    return build_gemma3()
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(
-    smollm2: Path, read_once: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def tiny_llama(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers of random weights behind SmolLM2's tokenizer: quick, for tests that ask when, not
     what.
     """
@@ -201,7 +156,7 @@ def tiny_llama(
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(smollm2 / name, folder / name)
-    return read_once(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

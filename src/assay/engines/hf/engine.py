@@ -43,6 +43,7 @@ from assay.engines.hf.cache import (
     token_bytes,
     with_cache,
 )
+from assay.engines.hf.tokenizer import read_tokenizer
 from assay.engines.machine import (
     Batches,
     choose_device,
@@ -109,9 +110,7 @@ class HfEngine:
         use_threads(spec.threads)
         try:
             with quiet():
-                tokenizer = transformers.AutoTokenizer.from_pretrained(
-                    spec.model, trust_remote_code=False, local_files_only=kept_only
-                )
+                tokenizer = read_tokenizer(spec.model, local_files_only=kept_only)
                 model, loading = transformers.AutoModelForCausalLM.from_pretrained(
                     spec.model,
                     local_files_only=kept_only,

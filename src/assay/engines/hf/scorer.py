@@ -13,6 +13,7 @@ import torch
 from assay.engines import Engine, setup_facts
 from assay.engines.hf.cache import new_cache, token_bytes, with_cache
 from assay.engines.hf.engine import HfEngine
+from assay.engines.hf.tokenizer import facts_of
 from assay.engines.machine import (
     Batches,
     free_memory,
@@ -37,7 +38,7 @@ from assay.engines.scoring import (
     load_hook,
     top_two,
 )
-from assay.engines.specs import document_start, tokenizer_facts
+from assay.engines.specs import document_start
 from assay.errors import AssayError
 
 
@@ -265,7 +266,7 @@ class HfScorer:
     @cached_property
     def tokenizer(self) -> TokenizerFacts:
         """Facts of the tokenizer that lies beside the weights."""
-        return tokenizer_facts(self.engine.tokenizer)
+        return facts_of(self.engine.tokenizer)
 
     @cached_property
     def head(self) -> Head:
