@@ -116,7 +116,7 @@ def share(pid: int) -> float:
 def read_alone(path: Path) -> float:
     """Seconds that the reading takes in a process that is up."""
     code = (
-        "import sys, time, numpy\nfrom assay.speculation.spec import read_files\nfrom"
+        "import sys, time, numpy\nfrom assay.speculation.run import read_files\nfrom"
         " assay.speculation.record import combine\nbegan ="
         " time.perf_counter()\ncombine(read_files([sys.argv[1]]).settled())\nprint(time.perf_counter()"
         " - began)"

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import spec_lines as lines
 
 from assay.errors import AssayError
 from assay.speculation import growing as module
+from assay.speculation.follow import follow
 from assay.speculation.options import SpecOptions
-from assay.speculation.spec import follow
+from assay.speculation.spec import examine, judge_run
 from assay.verdict import Report
 
 
@@ -31,10 +34,13 @@ def followed(
         else:
             time[0] = 1e9
 
-    report = follow(
-        str(path), SpecOptions(), seconds=1e6, say=said.append, sleep=sleep, clock=lambda: time[0]
-    )
+    report = report_of(str(path), seconds=1e6, say=said.append, sleep=sleep, clock=lambda: time[0])
     return report, said
+
+
+def report_of(name: str, **options: Any) -> Report:
+    run, interrupted = follow(name, SpecOptions(), **options)
+    return replace(judge_run(run, [name], SpecOptions()), interrupted=interrupted)
 
 
 def append(path: Path, text: str) -> Callable[[], None]:
@@ -99,14 +105,14 @@ def test_standard_input_ends_the_following(monkeypatch: pytest.MonkeyPatch) -> N
     text = (lines.vllm_v1([80, 60], 100) + "\n" + lines.vllm_v1([70, 60], 100)).encode()
     batches = [text[:300].splitlines()[:1], text.splitlines()[1:]]
     monkeypatch.setattr(module, "_standard_input", lambda *_: iter(batches))
-    report = follow("-", SpecOptions(), say=lambda _: None)
+    report = report_of("-", say=lambda _: None)
     assert report.results["record"]["drafts"] == 200
 
 
 def test_what_cannot_be_followed(tmp_path: Path) -> None:
     for name in ("http://127.0.0.1:9", str(tmp_path / "none.log")):
         with pytest.raises(AssayError):
-            follow(name, SpecOptions(), seconds=0.1)
+            examine([name], SpecOptions(follow=True, seconds=0.1))
 
 
 def test_the_same_health_is_not_told_at_every_line(tmp_path: Path) -> None:
@@ -125,6 +131,6 @@ def test_following_standard_input_ends_in_time(monkeypatch: pytest.MonkeyPatch) 
     with os.fdopen(read_end) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         # Nothing more comes, and the other end stays open.
-        report = follow("-", SpecOptions(), seconds=0.2, say=lambda _: None)
+        report = report_of("-", seconds=0.2, say=lambda _: None)
     os.close(write_end)
     assert report.results["record"]["drafts"] == 100

@@ -68,19 +68,26 @@ def test_drafts_at_few_steps_are_not_praised(name: str, tmp_path: Path) -> None:
     record = report.results["record"]
     assert record["coverage"] == pytest.approx(36 / 851, rel=0.02)
     assert record["overall_tokens_per_step"] == pytest.approx(927 / 851, rel=0.01)
-    assert report.results["health"] == "degraded" and report.exit_code == 1
+    # Few tokens a step, and still more than it costs: kept, with a warning.
+    assert report.results["health"] == "degraded" and report.exit_code == 0
     assert report.results["benefit"]["multiplier"] == pytest.approx(1.07, abs=0.01)
     shown = {m.name: f"{m.text} {m.note}" for m in report.headline}
     assert "1.09 over all steps" in shown["tokens per step"]
     assert "keep it" not in report.results["advice"] and "4.2" in report.results["advice"]
-    assert [f.id for f in report.findings if f.severity == "error"] == ["speculation.low_coverage"]
+    assert [(f.id, f.severity.value) for f in report.findings] == [
+        ("speculation.low_coverage", "warning"),
+        ("speculation.pays_little", "warning"),
+    ]
 
 
 def test_a_log_that_does_not_name_its_method_is_warned_about(tmp_path: Path) -> None:
     """Its coverage is an estimate from printed speeds, on which no head is condemned."""
     report = report_of(tmp_path, seldom_log())
     assert report.results["health"] == "healthy"
-    assert [f.id for f in report.findings] == ["speculation.low_coverage"]
+    assert [f.id for f in report.findings] == [
+        "speculation.low_coverage",
+        "speculation.pays_little",
+    ]
     assert "keep it" not in report.results["advice"]
 
 

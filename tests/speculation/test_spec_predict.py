@@ -35,7 +35,7 @@ def compare_result(tmp_path: Path, **results: object) -> Path:
 
 
 def test_the_constants_are_those_that_were_measured() -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / "heads_predict.json"
+    path = Path(__file__).parents[2] / "lab/benchmarks/heads/results/heads_predict.json"
     result = json.loads(path.read_text(encoding="utf-8"))
     assert pytest.approx(result["beta"], abs=0.006) == module.BETA
     first, length = (

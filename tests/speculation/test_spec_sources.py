@@ -16,16 +16,24 @@ import spec_lines as lines
 
 from assay.errors import AssayError
 from assay.speculation.combine import combine
+from assay.speculation.options import SpecOptions
+from assay.speculation.plan import resolve
+from assay.speculation.read import Reading
 from assay.speculation.record import Record
+from assay.speculation.run import read_files
 from assay.speculation.sources import in_time_order, open_source
-from assay.speculation.spec import examine, read_files
+from assay.speculation.spec import examine
 
 NOISE = random.Random(0).randbytes(60_000)
 LOG = "\n".join([lines.vllm_engine(0), lines.vllm_v1([80, 50], 100), "bye", ""])
 
 
 def record_of(*names: str) -> Record:
-    return combine(read_files(names).settled()).record
+    return combine(reading_of(*names).settled()).record
+
+
+def reading_of(*names: str) -> Reading:
+    return read_files(resolve(names, SpecOptions()).files)
 
 
 def packed(data: bytes, level: int = 9) -> bytes:
@@ -287,8 +295,7 @@ def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
     alias = tmp_path / "again"
     alias.symlink_to(log)
     assert (
-        read_files([str(log), str(alias), str(log)]).observations
-        == read_files([str(log)]).observations
+        reading_of(str(log), str(alias), str(log)).observations == reading_of(str(log)).observations
     )
 
 

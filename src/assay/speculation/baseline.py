@@ -15,13 +15,6 @@ from assay.speculation.health import Assessment, Health
 from assay.speculation.rate import Rate, difference
 from assay.speculation.record import Record
 
-# Against a baseline: is the difference a loader fault, or something that quantization can do?
-#
-# For speculative sampling the acceptance at a position is 1 − TV(p, q), with p the target's
-# distribution and q the draft's (Leviathan et al. 2023, arXiv:2211.17192, theorem 3.5). If a
-# changed target p′ replaces p, the acceptance changes by at most TV(p, p′). A fall of d points
-# therefore needs a target that differs by at least d points itself.
-
 QUANTIZATION = 0.10
 """A fall that a quantized but sound target explains: its total variation from the original is of
 this order.

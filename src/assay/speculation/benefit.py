@@ -76,6 +76,33 @@ class Benefit:
     """
 
     @property
+    def net(self) -> Measured | None:
+        """The net multiplier with its interval: as measured, else as predicted; None without."""
+        if self.measured_multiplier is not None:
+            return self.measured_multiplier
+        if self.interval is None or self.multiplier is None:
+            return None
+        return Measured(self.multiplier, *self.interval)
+
+    @property
+    def earns(self) -> bool:
+        """Whether the interval of the net multiplier lies above 1."""
+        return self.net is not None and self.net.lo is not None and self.net.lo > 1
+
+    @property
+    def origin(self) -> str:
+        """Where the net multiplier comes from, as the end of a clause."""
+        if self.measured_multiplier is not None:
+            return ", as measured against the baseline"
+        return f", as predicted at a cost of {self.cost} target steps a draft token ({self.cost.source})"
+
+    @property
+    def loses(self) -> bool:
+        """Whether the interval lies below 1; not by an assumed cost of a draft token alone."""
+        known = self.measured_multiplier is not None or self.cost.source != "assumed"
+        return known and self.net is not None and self.net.hi is not None and self.net.hi < 1
+
+    @property
     def best(self) -> int:
         """Number of speculative tokens with the highest predicted multiplier."""
         return 1 + max(range(len(self.multipliers)), key=lambda i: self.multipliers[i])

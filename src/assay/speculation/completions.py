@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from assay.engines.server.http import Transport
 
 
-# Raw completions with the alternatives of every token, which the engine protocol does not carry.
-
 TOP = 5
 """Alternatives a token; servers allow at least this many."""
 

@@ -196,7 +196,7 @@ def judge_head(judged: Judged) -> Finding | None:
     )
     return Finding(
         f"speculation.{shown.name}",
-        Severity.ERROR,
+        Severity.WARNING if judged.earns else Severity.ERROR,
         shown.title,
         detail=f"{a.reason}{bound}",
         evidence={**basis_figures(a), **head.to_json(), **quoted(judged.clues)},

@@ -10,7 +10,7 @@ from assay.speculation.diagnosis import VLLM, basis_figures, judge_head, quoted
 from assay.speculation.health import BROKEN_RATE, WORTH, Assessment, Health
 from assay.speculation.judged import Judged
 from assay.speculation.measured import Measured
-from assay.verdict import Finding, Severity
+from assay.verdict import Finding, Severity, Verdict
 
 PERFECT_DRAFTS = 50
 
@@ -22,6 +22,7 @@ def findings(judged: Judged) -> list[Finding]:
         *_unread(judged),
         *_hidden(judged),
         *_depth(judged),
+        *_worth(judged),
         *_mismatch(judged),
         *_suspicious(judged),
         *_against_baseline(judged),
@@ -35,7 +36,7 @@ def _state(judged: Judged) -> Iterator[Finding]:
     a = judged.assessment
     if a.health is Health.OFF or (a.health is Health.INSUFFICIENT and judged.record.engine is None):
         yield _nothing(judged)
-    elif a.health is Health.INSUFFICIENT:
+    elif a.health is Health.INSUFFICIENT and not judged.earns:
         name, title, remedy = (
             ("partial", "the source shows only some of the counters", "give the whole metrics page")
             if judged.record.counts.partial
@@ -71,7 +72,7 @@ def _seldom(judged: Judged) -> Finding:
     share = f"{'about ' if record.steps_estimated else ''}{100 * (record.coverage or 0):.3g} %"
     return Finding(
         "speculation.low_coverage",
-        Severity.ERROR if bad else Severity.WARNING,
+        Severity.ERROR if bad and not judged.earns else Severity.WARNING,
         f"{share} of the steps had a draft, so a step gives {record.overall or 1:.2f} tokens on"
         " average over all steps",
         detail=a.reason if bad else "",
@@ -264,25 +265,43 @@ def _depth(judged: Judged) -> Iterator[Finding]:
             remedies=(f"set the number of speculative tokens to {best}",),
             references=(f"{VLLM}issues/47602",),
         )
-    measured = None if b is None else b.measured_multiplier
-    if measured is None and judged.record.printed.multiplier is not None:
-        measured = Measured(judged.record.printed.multiplier)
-    # Where the windows give an interval, all of it must lie below 1.
-    if (
-        measured is not None
-        and a.judged
-        and (measured.value if measured.hi is None else measured.hi) < 1.0
-    ):
+
+
+def _worth(judged: Judged) -> Iterator[Finding]:
+    """What the net multiplier says: it costs more than it earns, or pays little."""
+    b, printed = judged.benefit, judged.record.printed.multiplier
+    net = None if b is None else b.net
+    if net is None and printed is not None:
+        net = Measured(printed)
+    if net is None or (b is None and net.value >= 1):
+        return
+    loses = b is not None and b.loses
+    # A figure without an interval is quoted, and decides nothing.
+    told = net.hi is None and net.value < 1 and (b is None or b.measured_multiplier is not None)
+    evidence = {
+        "net_multiplier": net.value,
+        "interval": [net.lo, net.hi],
+        "worth_running_above": WORTH,
+    }
+    if judged.assessment.judged and (loses or told):
         yield Finding(
             "speculation.costs_more",
-            Severity.WARNING,
-            f"speculation makes generation slower: net multiplier {measured}",
-            evidence={
-                "net_multiplier": measured.value,
-                "interval": [measured.lo, measured.hi],
-                "worth_running_above": WORTH,
-            },
+            Severity.ERROR if loses else Severity.WARNING,
+            f"speculation makes generation slower: net multiplier {net}",
+            evidence=evidence,
             remedies=("disable speculation, or lower the number of speculative tokens",),
+        )
+    elif b is not None and b.earns and net.value < WORTH and judged.verdict is Verdict.PASS:
+        yield Finding(
+            "speculation.pays_little",
+            Severity.WARNING,
+            f"speculation is hardly worth running: net multiplier {net}",
+            detail="it earns more than it costs" + b.origin,
+            evidence={**evidence, "cost_source": b.cost.source},
+            remedies=(
+                "keep it if its memory and its care are not needed elsewhere",
+                "measure it: assay spec URL --baseline URL_WITHOUT_SPECULATION",
+            ),
         )
 
 

@@ -11,7 +11,7 @@ from assay.speculation.clues import Clue
 from assay.speculation.combine import Evidence
 from assay.speculation.health import Assessment, Health
 from assay.speculation.record import Record
-from assay.verdict import Finding
+from assay.verdict import Finding, Verdict
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,26 @@ class Judged:
     def record(self) -> Record:
         """The record of the whole source."""
         return self.evidence.record
+
+    @property
+    def earns(self) -> bool:
+        """Whether speculation is worth keeping although few drafts are accepted."""
+        a, b = self.assessment, self.benefit
+        hidden = a.dead_engines or a.all_or_nothing or a.collapse is not None
+        if b is None or not b.earns or hidden:
+            return False
+        measured = b.measured_multiplier is not None
+        return a.health is Health.DEGRADED or (a.health is Health.INSUFFICIENT and measured)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the user should do: keep it (pass), repair it or switch it off (fail), look again."""
+        health = self.assessment.health
+        if self.earns:
+            return Verdict.PASS
+        if health.bad or (self.assessment.judged and self.benefit and self.benefit.loses):
+            return Verdict.FAIL
+        return Verdict.PASS if health is Health.HEALTHY else Verdict.INCONCLUSIVE
 
     @property
     def advice(self) -> str | None:

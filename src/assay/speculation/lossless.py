@@ -22,8 +22,6 @@ from assay.speculation.partings import Parting, Tokens, noise_of, part
 from assay.speculation.traffic import PROMPTS
 from assay.verdict import Finding, Report, Severity, Table, Verdict, worst
 
-# Do two samples of texts come from one distribution? A permutation test over token positions.
-
 
 def permutation_p(
     a: Sequence[Sequence[str]], b: Sequence[Sequence[str]], rounds: int = 2000, seed: int = 0

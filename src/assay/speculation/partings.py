@@ -8,18 +8,6 @@ from typing import Any
 
 from assay.errors import AssayError
 
-# Does speculation change the text? Two servers of the same model, one with it and one without.
-#
-# Byte equality is the wrong question: two runs of the *same* server may part where two tokens are a
-# hair apart, since another batch shape rounds otherwise. So (1) greedy texts are compared up to
-# where they part, and the gap between the two candidate tokens is held against the noise of the
-# log-probabilities that both servers give to the tokens they agree on; (2) sampled texts are
-# compared as distributions, by permuting which server they came from.
-
-
-# Where two greedy texts part, and whether the two tokens there are closer than the engine's own
-# noise.
-
 NOISE_FACTOR = 4.0
 """A gap of up to this many times the noise is a tie."""
 

@@ -21,18 +21,6 @@ from typing import Any
 from assay.errors import UsageError
 from assay.verdict import Finding, Severity, Table
 
-# `assay spec LOG --predict COMPARISON`: what the head of a healthy run will accept beside a changed
-# target.
-#
-# A head that reads the target's hidden states follows a target that changes: it drafts on the
-# changed states, and the text that it guesses is the changed target's own. So acceptance need not
-# fall with the distance between the two targets. Each position's acceptance, given the ones before
-# it, is taken to fall by the factor 1 − β d for a total variation d; the fitted β is 0 up to the
-# total variation that was measured. β comes from one head beside targets of many formats, the
-# errors from another model and from vLLM (`lab/benchmarks/heads/heads_tables.py`,
-# `lab/benchmarks/heads/results/heads_predict.json`).
-
-
 BETA = 0.00
 """Share of the changed tokens that the head would have had right, fitted to the simulated rows of
 one model: none.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# Counts behind printed figures: how many drafts a log line with rounded rates stands for.
-
 
 def infer_drafts(
     drafted: int,

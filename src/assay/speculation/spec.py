@@ -2,197 +2,61 @@
 
 from __future__ import annotations
 
-import math
-import os
-import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from assay.errors import UsageError
 from assay.speculation.baseline import Comparison, compare
 from assay.speculation.benefit import ASSUMED_COST, Benefit, Cost, benefit, measured_cost
-from assay.speculation.combine import Evidence, combine
 from assay.speculation.diagnosis import quoted
 from assay.speculation.findings import findings
-from assay.speculation.growing import grow
+from assay.speculation.follow import follow
 from assay.speculation.head_file import HeadFile, examine_head
 from assay.speculation.head_state import head_evidence
-from assay.speculation.health import Assessment, Health, assess, sampled_share, with_words
+from assay.speculation.health import Assessment, assess, sampled_share, with_words
 from assay.speculation.judged import Judged
-from assay.speculation.measured import Measured, median, quotient
+from assay.speculation.measured import quotient
 from assay.speculation.options import SpecOptions
+from assay.speculation.plan import resolve
 from assay.speculation.prediction import Prediction, doubts, predict, read_change, to_json
 from assay.speculation.prediction import table as prediction_table
-from assay.speculation.read import Reading
-from assay.speculation.sources import in_time_order, open_source
+from assay.speculation.run import Run, read_run
 from assay.speculation.view import blocks, headline
-from assay.verdict import Finding, Report, Verdict
-
-_VERDICTS = {
-    Health.HEALTHY: Verdict.PASS,
-    Health.DEGRADED: Verdict.FAIL,
-    Health.BROKEN: Verdict.FAIL,
-}
-
-ROUND_TRIP = 16
-"""Requests sent to each server where a baseline is a server and --requests is not given."""
-
-SAY_SECONDS = 10.0
-"""A line is printed whenever the health changes, and otherwise at most this often."""
-
-
-@dataclass(frozen=True)
-class Examined:
-    """One run as it was read: its evidence, and what came with it. `race` is the speed against the
-    baseline's.
-    """
-
-    reading: Reading
-    evidence: Evidence
-    extra: Sequence[Finding] = ()
-    results: dict[str, Any] = field(default_factory=dict)
-    race: Measured | None = None
-
-    @property
-    def speed(self) -> Measured | None:
-        """Generation throughput, tokens per second: of the speculative windows, or of a run without
-        any.
-        """
-        own = [
-            w.load.generation_throughput
-            for w in self.evidence.windows
-            if w.load.generation_throughput
-        ]
-        return median(own or self.reading.speeds)
-
-
-def is_url(source: str) -> bool:
-    """Whether a source is a running server."""
-    return source.startswith(("http://", "https://"))
+from assay.verdict import Report, Verdict
 
 
 def examine(sources: Sequence[str], options: SpecOptions | None = None) -> Report:
-    """Judge the run that the sources show. AssayError where a source cannot be read."""
+    """Judge the run that the sources show.
+
+    Args:
+        sources: Log files, metrics pages, JSON responses, `-`, or one server's URL.
+        options: What else `assay spec` was asked for.
+
+    Raises:
+        AssayError: A source cannot be read.
+        UsageError: The sources and options do not go together.
+    """
     chosen = options or SpecOptions()
-    if not sources:
-        raise UsageError("no source given", finding_id="speculation.usage", remedy="assay spec LOG")
-    _validate(chosen, sources)
+    plan = resolve(sources, chosen)
     if chosen.follow:
-        return follow(sources[0], chosen, chosen.seconds)
-    base = None
-    if chosen.baseline and not (is_url(sources[0]) and is_url(chosen.baseline[0])):
-        base = _read(chosen.baseline, replace(chosen, requests=0, baseline=()))
-    run = _read(sources, chosen)
-    found = judge_run(run, list(sources), chosen, base)
-    if chosen.lossless:
+        run, interrupted = follow(plan.names[0], chosen, chosen.seconds)
+        return replace(judge_run(run, plan.names, chosen), interrupted=interrupted)
+    base = read_run(plan.baseline, replace(chosen, requests=0)) if plan.baseline else None
+    run = read_run(plan, chosen)
+    found = judge_run(run, plan.names, chosen, base)
+    if chosen.lossless and plan.url:
         from assay.speculation.lossless import check_lossless
 
         found = check_lossless(
-            found, next(filter(is_url, sources)), chosen.lossless, chosen.prompts, chosen.samples,
+            found, plan.url, chosen.lossless, chosen.prompts, chosen.samples,
             chosen.api_key_env, chosen.timeout,
         )  # fmt: skip
     return found
 
 
-def _validate(options: SpecOptions, sources: Sequence[str]) -> None:
-    """Refuse what makes no sense before anything is waited for."""
-    urls = [s for s in sources if is_url(s)]
-
-    def refuse(message: str, remedy: str = "") -> UsageError:
-        return UsageError(message, finding_id="speculation.usage", remedy=remedy)
-
-    if [*sources, *options.baseline].count("-") > 1:
-        raise refuse(
-            "standard input can be read once only, and it is named twice",
-            "write one of them to a file",
-        )
-    for group in (sources, options.baseline):
-        if len(group) > 1 and any(map(is_url, group)):
-            raise refuse("a running server is examined by itself", "give one URL, or only files")
-    if options.lossless and len(urls) != 1:
-        raise refuse(
-            "--lossless compares two running servers", "assay spec URL --lossless OTHER_URL"
-        )
-    if options.requests and not urls:
-        raise refuse(
-            "--requests are sent to a running server, and none is given",
-            "assay spec URL --requests N",
-        )
-    if options.seconds is not None and not (options.follow and 0 < options.seconds < math.inf):
-        raise refuse("--for takes the seconds that --follow lasts")
-    if options.follow and (len(sources) != 1 or options.baseline or options.lossless):
-        raise refuse("--follow takes one log and nothing to compare with")
-
-
-def read_files(names: Sequence[str], reading: Reading | None = None) -> Reading:
-    """Read files, or standard input, as one run."""
-    result = reading or Reading()
-    unique = {name if name == "-" else os.path.realpath(name): name for name in names}
-    for name in in_time_order(list(unique.values())):
-        result.add(open_source(name))
-    return result
-
-
-def _read(sources: Sequence[str], options: SpecOptions) -> Examined:
-    if not is_url(sources[0]):
-        reading = read_files(sources)
-        return Examined(reading, combine(reading.settled()))
-    from assay.speculation.live import watch
-
-    rival = next(filter(is_url, options.baseline), None)
-    requests = options.requests or (ROUND_TRIP if rival else 0)
-    live = watch(
-        sources[0], options.interval, requests, rival, options.api_key_env, options.timeout
-    )
-    return Examined(live.reading, live.evidence, live.findings, {"live": live.to_json()}, live.race)
-
-
-def follow(
-    name: str,
-    options: SpecOptions,
-    seconds: float | None = None,
-    say: Callable[[str], None] | None = None,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> Report:
-    """Read `name` (a file, or `-`) as it grows, until interrupted, until its end (`-`), or for
-    `seconds`.
-    """
-    if is_url(name):
-        raise UsageError(
-            "--follow reads a log; a server is watched with --interval",
-            finding_id="speculation.usage",
-        )
-    tell = say or (lambda text: print(text, file=sys.stderr, flush=True))
-    reading, share = Reading(), sampled_share(options.temperature)
-    interrupted = False
-    health, told = None, -math.inf
-    try:
-        # What a file already holds is read first, at full speed.
-        for batch in grow(
-            name, reading.add, None if seconds is None else clock() + seconds, sleep, clock
-        ):
-            fresh = [o for raw in batch for o in reading.line(raw)]
-            if not fresh:
-                continue
-            evidence = combine(reading.settled())
-            now = assess(evidence, share)
-            if now.health is not health or clock() - told >= SAY_SECONDS:
-                health, told = now.health, clock()
-                length = evidence.record.tokens_per_step
-                tokens = "" if length is None else f", {length:.2f} tokens per step"
-                when = fresh[-1].time or time.strftime("%H:%M:%S")
-                tell(f"{when}  {now.health.value}: {now.reason}{tokens}")
-    except KeyboardInterrupt:
-        interrupted = True
-    run = Examined(reading, combine(reading.settled()))
-    return replace(judge_run(run, [name], options), interrupted=interrupted)
-
-
 def judge_run(
-    run: Examined, names: Sequence[str], options: SpecOptions, base: Examined | None = None
+    run: Run, names: Sequence[str], options: SpecOptions, base: Run | None = None
 ) -> Report:
     """The report of a run that was read, against a baseline where there is one."""
     clues, unread = run.reading.clues, run.reading.unread
@@ -225,7 +89,7 @@ def judge_run(
     prediction = (
         predict(positions, read_change(options.predict)) if options.predict is not None else None
     )
-    verdict = _VERDICTS.get(assessment.health, Verdict.INCONCLUSIVE)
+    verdict = judged.verdict
     if run.results.get("live", {}).get("counters_reset") and verdict is Verdict.PASS:
         verdict = Verdict.INCONCLUSIVE
     return Report(
@@ -247,7 +111,7 @@ def judge_run(
 
 
 def _benefit(
-    run: Examined, assessment: Assessment, base: Examined | None, options: SpecOptions
+    run: Run, assessment: Assessment, base: Run | None, options: SpecOptions
 ) -> Benefit | None:
     record, lifetime = run.evidence.record, run.evidence.lifetime
     depth, length = record.num_speculative_tokens, record.overall or record.tokens_per_step
@@ -266,7 +130,7 @@ def _benefit(
     return benefit(record, cost, multiplier, assessment.pooled or assessment.rate, lifetime)
 
 
-def _compare(run: Examined, assessment: Assessment, base: Examined | None) -> Comparison | None:
+def _compare(run: Run, assessment: Assessment, base: Run | None) -> Comparison | None:
     if base is None:
         return None
     speeds = (run.speed.value, base.speed.value) if run.speed and base.speed else None

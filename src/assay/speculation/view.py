@@ -11,9 +11,6 @@ from assay.speculation.observation import Observation
 from assay.speculation.rate import Rate, proportion
 from assay.verdict import Band, Block, Chart, Metric, Point, Series, Table
 
-# Figures, tables and pictures of a judged source, for `report/` to draw; the table that decides
-# comes first.
-
 PROSE = Band("usual for prose", 0.4, 0.7)
 """The band of acceptance that the field quotes, as context (dense code: 0.2 to 0.5); nothing is
 judged by it.
