@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.errors import AssayError, UsageError
+from assay.report import console
+from assay.verdict import Report
+from assay_lab.kv import evaluate
 from assay_lab.kv.evaluate import choose, curse, identity, pareto_front, specs_in
 from assay_lab.options import SweepPlan
 
@@ -43,6 +48,63 @@ def test_the_smallest_of_the_best_grade_is_chosen() -> None:
     assert choose(rows) == 2
     assert choose([rows[0], rows[3]]) == 1
     assert choose([row("REJECT", 1, 9), row("INCONCLUSIVE", 7, 3)]) is None
+
+
+def figure(draw: st.DrawFn, *names: str) -> dict[str, float | None]:
+    return {name: draw(st.none() | st.floats(1e-4, 9)) for name in names}
+
+
+@st.composite
+def any_row(draw: st.DrawFn) -> dict[str, Any]:
+    """A row of a sweep in which any figure may be missing."""
+    size = draw(st.none() | st.just({"stored": 1000, "ratio": 2.5}))
+    return {
+        "codec": draw(st.sampled_from(["fp8", "int(bits=4)"])),
+        "grade": draw(st.sampled_from(["ACCEPT", "MARGINAL", "REJECT", "INCONCLUSIVE"])),
+        "bytes": size,
+        "kld": figure(draw, "mean", "lo", "hi"),
+        "kld_se": draw(st.none() | st.just(0.01)),
+        "dppl_pct": figure(draw, "value", "lo", "hi"),
+        "top1_pct": figure(draw, "value", "lo", "hi"),
+        "windows": draw(st.integers(1, 9)),
+        "score_s": 0.0,
+    }
+
+
+@given(st.lists(any_row(), min_size=0, max_size=4), st.none() | any_row())
+def test_rows_without_a_figure_are_shown_and_not_ranked(
+    rows: list[dict[str, Any]], again: dict[str, Any] | None
+) -> None:
+    report = sweep_report(rows, again)
+    shown = report_text(report)
+    assert "None" not in shown.replace("None of the", "") and "nan" not in shown.split()
+    assert all(row["codec"] in shown for row in rows)
+    assert report.to_html() and json.dumps(report.to_json(), allow_nan=False)
+    chosen = choose(rows)
+    assert chosen is None or (rows[chosen]["bytes"] and rows[chosen]["kld"]["mean"] is not None)
+
+
+def sweep_report(rows: list[dict[str, Any]], again: dict[str, Any] | None) -> Report:
+    """The parts of a sweep's report that are made from its rows."""
+    ranks = evaluate.ranked(rows)
+    front = [list(ranks)[i] for i in pareto_front(list(ranks.values()))]
+    chosen = choose(rows)
+    winner = None if chosen is None else evaluate._winner(rows[chosen], again)
+    verdict, findings = evaluate._judged(rows, winner)
+    return Report(
+        "kv sweep",
+        verdict,
+        findings=[*findings, *evaluate._not_ranked(rows, ranks)],
+        results={"rows": rows, "winner": winner},
+        headline=evaluate._headline(rows, winner),
+        blocks=evaluate._blocks(rows, front) if rows else [],
+    )
+
+
+def report_text(report: Report) -> str:
+    out = io.StringIO()
+    console.print_report(report, file=out, verbose=True)
+    return out.getvalue()
 
 
 def test_the_winners_curse_has_the_error_of_both_measurements() -> None:

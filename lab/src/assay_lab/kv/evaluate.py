@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -387,11 +387,24 @@ def choose(rows: Sequence[Mapping[str, Any]]) -> int | None:
     """Index of the smallest row of the best grade that any has; None where none has a grade that
     can be taken.
     """
+    ranks = ranked(rows)
     for grade in GRADES:
-        graded = [i for i, row in enumerate(rows) if row["grade"] == grade]
+        graded = [i for i in ranks if rows[i]["grade"] == grade]
         if graded:
-            return min(graded, key=lambda i: (rows[i]["bytes"]["stored"], rows[i]["kld"]["mean"]))
+            return min(graded, key=lambda i: ranks[i])
     return None
+
+
+def ranked(rows: Sequence[Mapping[str, Any]]) -> dict[int, tuple[float, float]]:
+    """(stored bytes, KL) of the rows that have both, by index; what the budget cut short may lack
+    either.
+    """
+    figures = {i: (_bytes_of(row), row["kld"]["mean"]) for i, row in enumerate(rows)}
+    return {i: (a, b) for i, (a, b) in figures.items() if a is not None and b is not None}
+
+
+def _bytes_of(row: Mapping[str, Any]) -> float | None:
+    return row["bytes"]["stored"] if row["bytes"] else None
 
 
 def curse(chosen: tuple[float, float], again: tuple[float, float]) -> dict[str, float]:
@@ -518,14 +531,14 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
                         budget.leave_out(missing, "differences that fewer passages cannot resolve")
         if cut and chosen is None:  # of the rows that are whole
             chosen = choose(rows)
-        if (
-            running and lab.partial and lab.partial.bytes
-        ):  # what was measured of the row that was cut short
+        if running and lab.partial and lab.partial.seen:
+            # what was measured of the row that was cut short
             rows.append(
                 {"codec": running, "interrupted": True, **_row(lab.partial, plan, lab.blocks)}
             )
         text, notices = lab.text, lab.notices()
-    on_front = pareto_front([(r["bytes"]["stored"], r["kld"]["mean"]) for r in rows])
+    numbers = list(ranks := ranked(rows))
+    on_front = [numbers[i] for i in pareto_front(list(ranks.values()))]
     winner = None if chosen is None else _winner(rows[chosen], again)
     verdict, findings = _judged(rows, winner) if rows else (Verdict.INCONCLUSIVE, [])
     return Report(
@@ -536,6 +549,7 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
             *cut.findings(),
             *budget.findings(),
             *findings,
+            *_not_ranked(rows, ranks),
             *(_failure(codec, error) for codec, error in failed.items()),
             *notices,
         ],
@@ -567,7 +581,8 @@ def _fresh_that_fit(row: Mapping[str, Any], count: int, budget: Budget) -> int:
     """How many of `count` fresh windows there is time for, by what those of the chosen `row` took;
     0 for fewer than 8 (or all).
     """
-    a_window = (budget.took.get("the exact cache", 0.0) + row["score_s"]) / row["windows"]
+    took = budget.took.get("the exact cache", 0.0) + row["score_s"]
+    a_window = max(1e-9, took / row["windows"])  # of what was kept it is 0
     fit = count if a_window * count <= budget.left() else max(0, int(budget.left() / a_window))
     return fit if fit >= min(MIN_WINDOWS, count) and budget.left() > 0 else 0
 
@@ -670,10 +685,9 @@ def _row(measured: Measured, plan: SweepPlan, blocks: Sequence[int] | None) -> d
 
 def _winner(row: Mapping[str, Any], again: Mapping[str, Any] | None) -> dict[str, Any]:
     found: dict[str, Any] = {"codec": row["codec"], "same_windows": row, "fresh_windows": again}
-    if again:
-        found["winners_curse"] = curse(
-            (row["kld"]["mean"], row["kld_se"]), (again["kld"]["mean"], again["kld_se"])
-        )
+    figures = [(r["kld"]["mean"], r["kld_se"]) for r in (row, again) if r]
+    if len(figures) == 2 and all(x is not None and math.isfinite(x) for f in figures for x in f):
+        found["winners_curse"] = curse(*figures)
     return found
 
 
@@ -685,7 +699,7 @@ def _judged(
     """
     if winner is None:
         grades = [row["grade"] for row in rows]
-        undecided = [row["codec"] for row in rows if row["grade"] == "INCONCLUSIVE"]
+        undecided = [row["codec"] for row in rows if row["grade"] != "REJECT"]
         if grades and not undecided:
             title = f"none of the {len(rows)} codecs is within the margins: every one is REJECT"
             remedies = (
@@ -723,37 +737,64 @@ def _failure(codec: str, error: AssayError) -> Finding:
     )
 
 
+def _not_ranked(rows: Sequence[Mapping[str, Any]], ranks: Collection[int]) -> list[Finding]:
+    names = [row["codec"] for i, row in enumerate(rows) if i not in ranks]
+    if not names:
+        return []
+    title = f"{', '.join(names)}: cut short before its bytes and KL were known, so it is not ranked"
+    return [Finding("kv.not_ranked", Severity.INFO, title, remedies=("run the same sweep again",))]
+
+
 def _headline(rows: Sequence[Mapping[str, Any]], winner: Mapping[str, Any] | None) -> list[Metric]:
     if winner is None:
         if not rows:
             return []
-        least = min(rows, key=lambda row: (row["kld"]["mean"], row["bytes"]["stored"]))
+        ranks = ranked(rows)
+        if not ranks:
+            return []
+        least = rows[min(ranks, key=lambda i: ranks[i][::-1])]
         return [Metric("least KL", f"{least['codec']}: {_said(least)}")]
     row, again = winner["same_windows"], winner["fresh_windows"]
     found = [Metric("chosen", f"{winner['codec']}: {_said(row)}")]
     if again:
-        difference = winner["winners_curse"]
-        found += [
-            Metric("fresh windows", _said(again)),
-            Metric(
-                "winner's curse",
-                f"{difference['value']:+.2g} nats [{difference['lo']:+.2g},"
-                f" {difference['hi']:+.2g}]",
-            ),
-        ]
+        found.append(Metric("fresh windows", _said(again)))
+    if difference := winner.get("winners_curse"):
+        found.append(Metric("winner's curse", f"{_interval(difference, '+.2g', 'nats')}"))
     return found
 
 
+UNKNOWN = "–"
+"""In place of a figure that was not measured."""
+
+
+def _number(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None else format(value, form)
+
+
+def _interval(figure: Mapping[str, Any], form: str, unit: str = "") -> str:
+    """A value with its interval, as far as they are known."""
+    value = figure["mean" if "mean" in figure else "value"]
+    shown = f"{_number(value, form)} {unit}".rstrip()
+    if None in (figure["lo"], figure["hi"]):
+        return shown
+    return f"{shown} [{figure['lo']:{form}}, {figure['hi']:{form}}]"
+
+
+def _smaller(row: Mapping[str, Any]) -> str:
+    return f"{row['bytes']['ratio']:.2f}×" if row["bytes"] else UNKNOWN
+
+
 def _said(row: Mapping[str, Any]) -> str:
-    dppl = row["dppl_pct"]
+    size = f"{_smaller(row)} smaller" if row["bytes"] else "bytes not measured"
     return (
-        f"{row['bytes']['ratio']:.2f}× smaller, KL {row['kld']['mean']:.3g} nats, "
-        f"Δppl {dppl['value']:+.2f} % [{dppl['lo']:+.2f}, {dppl['hi']:+.2f}], {row['grade']}"
+        f"{size}, KL {_number(row['kld']['mean'], '.3g')} nats, "
+        f"Δppl {_interval(row['dppl_pct'], '+.2f', '%')}, {row['grade']}"
     )
 
 
 def _blocks(rows: Sequence[Mapping[str, Any]], on_front: Sequence[int]) -> list[Block]:
-    ordered = sorted(range(len(rows)), key=lambda i: rows[i]["bytes"]["stored"])
+    ranks = ranked(rows)
+    ordered = sorted(range(len(rows)), key=lambda i: _bytes_of(rows[i]) or math.inf)
     table = Table(
         "Codecs by stored bytes",
         ("", "codec", "smaller", "KL (nats)", "Δppl %", "top-1 %", "grade"),
@@ -761,7 +802,9 @@ def _blocks(rows: Sequence[Mapping[str, Any]], on_front: Sequence[int]) -> list[
         numeric=frozenset({2}),
         note="◆ on the Pareto front: no other is smaller without a larger KL",
     )
-    points = {i: Point(r["bytes"]["stored"] / 1024, r["kld"]["mean"]) for i, r in enumerate(rows)}
+    if not ranks:
+        return [table]
+    points = {i: Point(size / 1024, kl) for i, (size, kl) in ranks.items()}
     others = [points[i] for i in points if i not in on_front]
     series = [Series("Pareto front", [points[i] for i in on_front])]
     if others:
@@ -779,13 +822,12 @@ def _blocks(rows: Sequence[Mapping[str, Any]], on_front: Sequence[int]) -> list[
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    kld, dppl, top1 = row["kld"], row["dppl_pct"], row["top1_pct"]
     return [
         row["codec"],
-        f"{row['bytes']['ratio']:.2f}×",
-        f"{kld['mean']:.3g} [{kld['lo']:.3g}, {kld['hi']:.3g}]",
-        f"{dppl['value']:+.2f} [{dppl['lo']:+.2f}, {dppl['hi']:+.2f}]",
-        f"{top1['value']:.2f}",
+        _smaller(row),
+        _interval(row["kld"], ".3g"),
+        _interval(row["dppl_pct"], "+.2f"),
+        _number(row["top1_pct"]["value"], ".2f"),
         row["grade"],
     ]
 
