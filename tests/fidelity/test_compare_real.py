@@ -68,7 +68,7 @@ def test_the_figures_are_those_of_the_models_own_logits(compare: Compare, smollm
     # This tokenizer puts no start token before a text, so a window is 64 tokens of it.
     places = places_of(len(ids), Cut(length=64), None, 8)
     windows = [ids[i * 64 : (i + 1) * 64] for i in places]
-    from assay_lab.quantisation import quantise_model
+    from assay_lab.quantisation.integers import quantise_model
 
     logits = []
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()

@@ -38,7 +38,8 @@ from assay.fidelity.metrics.token_statistics import row_statistics
 from assay_lab import trellis
 from assay_lab.kv import lab
 from assay_lab.kv.cache_hook import _BENCHES
-from assay_lab.kv.codecs import Samples, pca_entropy
+from assay_lab.kv.codecs import pca_entropy
+from assay_lab.kv.codecs.samples import Samples
 from assay_lab.kv.spec import parse_recipe
 from kv_codec_speed import SITE, values
 

@@ -25,7 +25,7 @@ import torch
 
 from assay.demo.models import build_smollm2
 from assay.environment import describe
-from assay_lab.kv.codecs import Samples, Site
+from assay_lab.kv.codecs.samples import Samples, Site
 from assay_lab.kv.spec import parse_recipe
 
 SPECS = [

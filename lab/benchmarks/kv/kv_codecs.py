@@ -50,9 +50,9 @@ from assay.stats import Resampling
 from assay.stats.equivalence import Margins
 from assay_lab.kv import cache_hook
 from assay_lab.kv.cache_hook import Mode, stream_facts
+from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay_lab.kv.calibration import Calibration, read_calibration
-from assay_lab.kv.codecs import cache_shape
 from assay_lab.kv.fit import Bench, Fitters, fitters
 from assay_lab.kv.lab import Lab
 from assay_lab.kv.spec import parse_spec

@@ -29,8 +29,8 @@ import torch
 from assay.engines.specs import parse_spec
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
+from assay_lab.kv.cache_shape import CacheShape, cache_shape
 from assay_lab.kv.calibration import Calibration, write_calibration
-from assay_lab.kv.codecs import CacheShape, cache_shape
 
 _NAME = re.compile(r"layer_(\d+)_(sigma|chol|inv_chol)")
 _KEPT = ("ctx_len", "ridge", "n_passages_used", "split")

@@ -21,7 +21,7 @@ from typing import Any
 
 from assay.runs import cache_dir
 from assay_lab.kv.cache_hook import HookPlan, read
-from assay_lab.kv.codecs import cache_shape
+from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.fit import Bench, CoderSet
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.transforms import Rotary

@@ -15,8 +15,9 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import save_file
 
 from assay.errors import AssayError, UsageError
+from assay_lab.kv.cache_shape import CacheShape, cache_shape
 from assay_lab.kv.calibration import read_calibration
-from assay_lab.kv.codecs import CacheShape, Site, cache_shape
+from assay_lab.kv.codecs.samples import Site
 from assay_lab.kv.fit import Bench
 from assay_lab.kv.spec import parse_recipe
 from assay_lab.kv.transforms import Rotary

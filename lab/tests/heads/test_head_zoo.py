@@ -132,7 +132,7 @@ def test_packed_int4_is_the_grid_that_is_simulated_and_passes_verify(
 
     from assay.checkpoint.options import VerifyOptions
     from assay.checkpoint.verify import verify
-    from assay_lab.quantisation import quantise_dequantise
+    from assay_lab.quantisation.integers import quantise_dequantise
 
     folder = shutil.copytree(target, tmp_path / "target")
     before = load_file(folder / "model.safetensors")

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from assay_lab.kv.codecs import Samples, Site
+from assay_lab.kv.codecs.samples import Samples, Site
 from assay_lab.kv.spec import parse_recipe
 from assay_lab.kv.stream_coder import FittedCodec
 

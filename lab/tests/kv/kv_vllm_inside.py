@@ -23,7 +23,7 @@ from assay.engines.vllm.hooks import Rewrite
 from assay.engines.vllm.scorer import VllmScorer
 from assay.fidelity.metrics.token_statistics import window_statistics
 from assay_lab.kv.cache_hook import HookPlan, hook_spec, measured_bytes, path_of, stream_facts
-from assay_lab.kv.codecs import Samples, Site
+from assay_lab.kv.codecs.samples import Samples, Site
 from assay_lab.kv.spec import parse_recipe
 from assay_lab.kv.vllm import VllmCodecHook, capture_in_vllm
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from assay_lab.kv.codecs import BlockCoder, Site
+from assay_lab.kv.codecs.base import BlockCoder
+from assay_lab.kv.codecs.samples import Site
 from assay_lab.kv.stream_coder import FittedCodec
 
 

@@ -17,7 +17,7 @@ from assay.engines.hf.cache import set_cache_dtype
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay_lab.kv.cache_hook import CodecHook, Mode
-from assay_lab.kv.codecs import cache_shape
+from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.fit import Bench
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.transforms import Rotary

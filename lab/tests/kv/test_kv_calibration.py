@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from assay.engines.scoring import Window
 from assay.errors import AssayError
+from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.calibration import (
     Calibration,
     Sampler,
@@ -26,7 +27,6 @@ from assay_lab.kv.calibration import (
     read_calibration,
     write_calibration,
 )
-from assay_lab.kv.codecs import CacheShape
 
 
 def keys(heads: int = 2, tokens: int = 4096, width: int = 128, seed: int = 0) -> torch.Tensor:

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from codec_cases import SITES, SPECS, fitted, metric, samples, tokens
 
 from assay.errors import AssayError, UsageError
-from assay_lab.kv.codecs import from_bytes
+from assay_lab.kv.codecs.stream import from_bytes
 from assay_lab.kv.spec import parse_recipe, parse_spec
 
 # Every codec meets one site of keys, with a head_dim that is no power of two, and one of values;
@@ -205,7 +205,7 @@ def test_streams_of_other_tables_are_refused() -> None:
 
 
 def test_a_codec_that_must_learn_says_so() -> None:
-    from assay_lab.kv.codecs import Samples
+    from assay_lab.kv.codecs.samples import Samples
 
     with pytest.raises(AssayError, match="calibration"):
         parse_recipe("fp8(scale=head)").fit(Samples(SITES["k64"]))
@@ -228,7 +228,7 @@ def test_bytes_are_what_the_formula_says(
 
 
 def test_boundary_layers_stay_exact() -> None:
-    from assay_lab.kv.codecs import Samples, Site
+    from assay_lab.kv.codecs.samples import Samples, Site
 
     for layer, exact in ((0, True), (1, False), (2, False), (3, True)):
         codec = parse_recipe("boundary+hadamard").fit(Samples(Site("k", layer, 4, 1, 16)))
@@ -387,7 +387,7 @@ def test_far_outliers_along_a_trellis_are_escapes(states: int) -> None:
 
 
 def test_what_the_decoder_has_makes_codes_shorter() -> None:
-    from assay_lab.kv.codecs import Samples
+    from assay_lab.kv.codecs.samples import Samples
 
     site = SITES["v64"]
     below = tokens(site, 3000, seed=4)

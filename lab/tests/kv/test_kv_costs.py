@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.specs import HfSpec
 from assay_lab.kv.cache_hook import Mode
+from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.calibrate import capture, measure_sensitivity
 from assay_lab.kv.calibration import Calibration, read_calibration
-from assay_lab.kv.codecs import cache_shape
 from assay_lab.kv.fit import Bench
 from assay_lab.kv.lab import Lab
 from assay_lab.kv.spec import parse_spec

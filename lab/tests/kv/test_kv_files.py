@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch")
 from codec_cases import SITES
 
 from assay.errors import AssayError
-from assay_lab.kv.codecs import Block, Samples, Site, Stream, from_bytes, to_bytes
+from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.stream import Block, Stream, from_bytes, to_bytes
 from assay_lab.kv.files import read_kktv, write_kktv
 from assay_lab.kv.spec import parse_recipe
 

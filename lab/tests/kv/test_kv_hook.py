@@ -26,7 +26,8 @@ from assay_lab.kv.cache_hook import (
     spread,
     stream_facts,
 )
-from assay_lab.kv.codecs import Site, cache_shape
+from assay_lab.kv.cache_shape import cache_shape
+from assay_lab.kv.codecs.samples import Site
 from assay_lab.kv.spec import parse_recipe
 
 pytestmark = pytest.mark.engine

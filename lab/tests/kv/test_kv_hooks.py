@@ -23,7 +23,7 @@ from assay_lab.kv.cache_hook import (
     path_of,
     stream_facts,
 )
-from assay_lab.kv.codecs import cache_shape
+from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.fit import Bench
 from assay_lab.kv.transforms import Rotary
 from kv.test_kv_hook import LENGTH, model, windows

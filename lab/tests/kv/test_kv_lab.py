@@ -30,7 +30,7 @@ from assay.verdict import Severity, Verdict
 from assay_lab.kv import evaluate as sweep_module
 from assay_lab.kv import lab as lab_module
 from assay_lab.kv.cache_hook import Mode
-from assay_lab.kv.codecs import cache_shape
+from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.evaluate import run_eval, run_sweep
 from assay_lab.kv.fit import Bench
 from assay_lab.kv.lab import Lab, Unfinished, memory_is_enough

@@ -143,8 +143,8 @@ def by_the_laboratory(
     import torch
 
     from assay_lab.kv.cache_hook import CodecHook, Mode
+    from assay_lab.kv.cache_shape import cache_shape
     from assay_lab.kv.calibration import read_calibration
-    from assay_lab.kv.codecs import cache_shape
     from assay_lab.kv.fit import Bench
     from assay_lab.kv.spec import parse_spec
     from assay_lab.kv.transforms import Rotary

@@ -12,7 +12,7 @@ from codec_cases import SITES, tokens
 from scipy import stats
 
 from assay.errors import UsageError
-from assay_lab.kv.codecs import Samples, Site
+from assay_lab.kv.codecs.samples import Samples, Site
 from assay_lab.kv.spec import parse_recipe
 
 

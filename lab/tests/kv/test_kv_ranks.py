@@ -18,8 +18,8 @@ from assay.engines.scoring import load_hook
 from assay.engines.vllm.hooks import Request
 from assay.errors import UsageError
 from assay_lab.kv.cache_hook import check_ranks, hook_spec, stream_facts
+from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.calibration import Calibration
-from assay_lab.kv.codecs import CacheShape
 from assay_lab.kv.fit import Bench
 from assay_lab.kv.spec import CODECS, WRAPPERS, codec_type, parse_spec, wrapper_type
 

@@ -19,7 +19,8 @@ from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError, UsageError
 from assay_lab.kv.cache_hook import CodecHook, Mode
-from assay_lab.kv.codecs import Samples, Site, cache_shape
+from assay_lab.kv.cache_shape import cache_shape
+from assay_lab.kv.codecs.samples import Samples, Site
 from assay_lab.kv.fit import Bench
 from assay_lab.kv.resident import HeldStream, resident_cache
 from assay_lab.kv.spec import parse_recipe, parse_spec

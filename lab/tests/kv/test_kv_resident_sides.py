@@ -177,7 +177,7 @@ def test_any_chunks_see_what_is_due(
 
 
 def _identity(key: tuple[int, str], ends: tuple[int, int]) -> Any:
-    from assay_lab.kv.codecs import Samples, Site
+    from assay_lab.kv.codecs.samples import Samples, Site
     from assay_lab.kv.spec import parse_recipe
 
     coder = parse_recipe(f"sinks(n={ends[0]})+recent(n={ends[1]})+identity").fit(

@@ -17,9 +17,9 @@ from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError, UsageError
 from assay_lab.kv.cache_hook import CodecHook, Mode, check_read, stream_facts
+from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.calibrate import capture
 from assay_lab.kv.calibration import Calibration
-from assay_lab.kv.codecs import cache_shape
 from assay_lab.kv.fit import Bench, CoderSet, fitters, predicts
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.stream_coder import Track

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("torch")
 
 from assay.errors import UsageError
-from assay_lab.kv.codecs import Site
-from assay_lab.kv.codecs.plain import Hadamard
+from assay_lab.kv.codecs.hadamard import Hadamard
+from assay_lab.kv.codecs.samples import Site
 from assay_lab.kv.spec import (
     CODECS,
     WRAPPERS,

@@ -143,7 +143,7 @@ def test_rows_belong_to_windows_and_tables(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_other_processes_fit_the_same_coders() -> None:
     torch = pytest.importorskip("torch")
-    from assay_lab.kv.codecs import CacheShape
+    from assay_lab.kv.cache_shape import CacheShape
     from assay_lab.kv.fit import Bench, fitters
     from assay_lab.kv.spec import parse_spec
 

@@ -9,8 +9,8 @@ import torch
 
 from assay_lab.kv import blocks as kv_blocks
 from assay_lab.kv.blocks import BlockTables
+from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.calibration import Calibration
-from assay_lab.kv.codecs import CacheShape
 from assay_lab.kv.fit import Bench, CoderSet
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.transforms import Rotary, Rotation

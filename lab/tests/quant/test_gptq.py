@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay_lab.quantisation import gptq, gptq_model, quantise_dequantise
+from assay_lab.quantisation.gptq import gptq, gptq_model
+from assay_lab.quantisation.integers import quantise_dequantise
 
 
 def slow(weight: np.ndarray, gram: np.ndarray, bits: int, group: int, damping: float) -> np.ndarray:
@@ -94,7 +95,7 @@ def test_without_correlation_it_is_rounding_to_nearest() -> None:
 
 def test_a_whole_model_keeps_its_logits_better_than_rounding_to_nearest(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    from assay_lab.quantisation import quantise_model
+    from assay_lab.quantisation.integers import quantise_model
     from tiny_target import make_target
 
     folder = make_target(tmp_path, layers=3)

@@ -17,25 +17,17 @@ from scipy.linalg import hadamard
 from scipy.stats import norm
 
 from assay.errors import UsageError
-from assay_lab.kv.codecs.plain import nearest, number, point, points
-from assay_lab.quantisation import (
-    Rotation,
-    empirical_levels,
-    gaussian_levels,
-    lengths,
-    mixed_widths,
+from assay_lab.kv.codecs.lattice_points import nearest, number, point, points
+from assay_lab.quantisation.hadamard import Rotation, lengths, wht
+from assay_lab.quantisation.levels import empirical_levels, gaussian_levels, mixed_widths
+from assay_lab.quantisation.packing import pack, packed_bytes, unpack
+from assay_lab.quantisation.polar import polar_bytes, polar_quantise, polar_round_trip
+from assay_lab.quantisation.randomness import (
     normal_of_words,
-    pack,
-    packed_bytes,
-    polar_bytes,
-    polar_quantise,
-    polar_round_trip,
     random_normal,
     random_signs,
     random_words,
     signs_on,
-    unpack,
-    wht,
     words_of_keys,
 )
 

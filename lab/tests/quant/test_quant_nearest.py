@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay_lab.quantisation import _grid, gaussian_levels, nearest_level
+from assay_lab.quantisation.levels import gaussian_levels
+from assay_lab.quantisation.nearest import _grid, nearest_level
 
 
 def awkward(levels: torch.Tensor) -> torch.Tensor:

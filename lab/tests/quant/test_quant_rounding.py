@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from assay.errors import UsageError
-from assay_lab.quantisation import quantise_dequantise, quantise_model, stored_bytes
+from assay_lab.quantisation.integers import quantise_dequantise, quantise_model, stored_bytes
 
 
 @given(

@@ -49,15 +49,13 @@ from assay_lab.heads.train import (
     written,
 )
 from assay_lab.options import HeadTryPlan
-from assay_lab.quantisation import (
-    Rotation,
-    gaussian_levels,
-    gptq_model,
-    nearest_level,
-    polar_round_trip,
-    quantise_dequantise,
-    replace_weights,
-)
+from assay_lab.quantisation.gptq import gptq_model
+from assay_lab.quantisation.hadamard import Rotation
+from assay_lab.quantisation.integers import quantise_dequantise
+from assay_lab.quantisation.layers import replace_weights
+from assay_lab.quantisation.levels import gaussian_levels
+from assay_lab.quantisation.nearest import nearest_level
+from assay_lab.quantisation.polar import polar_round_trip
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

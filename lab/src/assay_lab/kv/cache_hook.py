@@ -28,8 +28,8 @@ from assay.engines.hf.cache import cache_dtype, cast, new_cache
 from assay.engines.scoring import Engagement, HookSpec, ScoringPath
 from assay.engines.vllm.start import parse_spec as parse_vllm
 from assay.errors import AssayError, UsageError
+from assay_lab.kv.cache_shape import CacheShape, cache_shape
 from assay_lab.kv.calibration import Calibration, read_calibration
-from assay_lab.kv.codecs import CacheShape, cache_shape
 from assay_lab.kv.fit import Bench, CoderSet, kept_layers, require_layers
 from assay_lab.kv.spec import Recipe, parse_spec
 from assay_lab.kv.stream_coder import Coders, Key, StreamFacts, Track, facts_of_window

@@ -17,6 +17,7 @@ from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Metric, Report, Verdict
 from assay_lab.kv.cache_hook import Mode, observed_cache
+from assay_lab.kv.cache_shape import CacheShape, cache_shape
 from assay_lab.kv.calibration import (
     Calibration,
     Sampler,
@@ -25,7 +26,6 @@ from assay_lab.kv.calibration import (
     without_passages,
     write_calibration,
 )
-from assay_lab.kv.codecs import CacheShape, cache_shape
 from assay_lab.kv.fit import Bench
 from assay_lab.kv.lab import Lab, open_lab
 from assay_lab.kv.sensitivity import alone, count_alone

@@ -39,7 +39,8 @@ import numpy as np
 
 from assay.engines.scoring import Window
 from assay.errors import AssayError
-from assay_lab.kv.codecs import CacheShape, Samples, Site
+from assay_lab.kv.cache_shape import CacheShape
+from assay_lab.kv.codecs.samples import Samples, Site
 from assay_lab.kv.transforms import Rotary, Rotation
 
 if TYPE_CHECKING:

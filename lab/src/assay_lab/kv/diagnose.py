@@ -25,8 +25,8 @@ from assay.verdict import (
     Table,
     Verdict,
 )
+from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.calibrate import Capture
-from assay_lab.kv.codecs import CacheShape
 from assay_lab.kv.fit import kept_layers, last_readers
 from assay_lab.kv.lab import open_lab
 from assay_lab.kv.spec import parse_spec
@@ -37,7 +37,7 @@ from assay_lab.options import DiagnosisPlan
 if TYPE_CHECKING:
     import torch
 
-    from assay_lab.kv.codecs import Stage
+    from assay_lab.kv.codecs.base import Stage
     from assay_lab.kv.stream_coder import FittedCodec
 
 

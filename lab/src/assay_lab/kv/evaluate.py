@@ -58,7 +58,7 @@ from assay.verdict import (
 )
 from assay_lab.kv.cache_hook import LENGTHS, NOTE, CacheBytes, Mode, check_ranks, path_of
 from assay_lab.kv.calibration import read_calibration
-from assay_lab.kv.codecs import Samples, Site
+from assay_lab.kv.codecs.samples import Samples, Site
 from assay_lab.kv.fit import Fitters, fitters, kept_layers
 from assay_lab.kv.lab import Lab, Measured, Unfinished, engine_spec, open_planned
 from assay_lab.kv.pages import BLOCK, CODEC, refuse_wrapped

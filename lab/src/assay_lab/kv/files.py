@@ -10,7 +10,8 @@ from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.verdict import Metric, Report, Verdict
 from assay_lab.kv.calibration import read_calibration
-from assay_lab.kv.codecs import Samples, Site, from_bytes
+from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.stream import from_bytes
 from assay_lab.kv.spec import Recipe, parse_recipe
 from assay_lab.kv.stream_coder import FittedCodec
 from assay_lab.options import DecodePlan, EncodePlan, Place

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from assay.errors import AssayError, UsageError
+from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.calibration import Calibration
-from assay_lab.kv.codecs import CacheShape, Samples, Site
+from assay_lab.kv.codecs.samples import Samples, Site
 from assay_lab.kv.spec import KvSpec, Recipe
 from assay_lab.kv.stream_coder import Coders, FittedCodec, Key
 from assay_lab.kv.transforms import Rotary

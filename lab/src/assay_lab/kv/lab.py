@@ -57,8 +57,8 @@ from assay_lab.kv.cache_hook import (
     measured_bytes,
     path_of,
 )
+from assay_lab.kv.cache_shape import CacheShape, cache_shape
 from assay_lab.kv.calibration import Calibration, read_calibration, without_passages
-from assay_lab.kv.codecs import CacheShape, cache_shape
 from assay_lab.kv.fit import Bench, CoderSet, kept_layers
 from assay_lab.kv.transforms import Rotary
 from assay_lab.options import TABLE_TOKENS

@@ -27,8 +27,9 @@ from weakref import WeakKeyDictionary
 from transformers import DynamicCache
 
 from assay.errors import AssayError, UsageError
+from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.calibration import Calibration, read_calibration
-from assay_lab.kv.codecs import Samples, Site, cache_shape
+from assay_lab.kv.codecs.samples import Samples, Site
 from assay_lab.kv.fit import Bench, CoderSet, last_readers
 from assay_lab.kv.spec import KvSpec, parse_spec
 from assay_lab.kv.stream_coder import Coders, Key

@@ -20,7 +20,7 @@ from assay.fidelity.plan import QUICK_MINUTES
 from assay.progress import NO_PROGRESS, Progress
 from assay.stats import Interval, Resampling, cluster_ratio, not_negative, resampled_counts
 from assay.verdict import Chart, Metric, Point, Report, Series, Table, Verdict
-from assay_lab.kv.codecs import CacheShape
+from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.fit import kept_layers
 from assay_lab.kv.lab import Lab, Measured, Unfinished, open_planned
 from assay_lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters

@@ -16,21 +16,23 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from assay.errors import UsageError
 from assay.plugins import load, names
 from assay.verdict import Report, Table, Verdict
-from assay_lab.kv.codecs import Codec, Placement, Samples, Site, Tables, Wrapper
+from assay_lab.kv.codecs.base import Codec
+from assay_lab.kv.codecs.placement import Placement, Wrapper
+from assay_lab.kv.codecs.samples import Samples, Site, Tables
 from assay_lab.kv.stream_coder import FittedCodec
 
 # Codecs and wrappers by the name they have in a SPEC; each is imported when it is first asked for.
 
 CODECS = {
-    "identity": "plain:Identity",
-    "bf16": "plain:Bf16",
-    "fp8": "plain:Fp8",
-    "int": "plain:IntGroups",
-    "hadamard": "plain:Hadamard",
-    "lattice": "plain:Lattice",
+    "identity": "identity:Identity",
+    "bf16": "bf16:Bf16",
+    "fp8": "fp8:Fp8",
+    "int": "int_groups:IntGroups",
+    "hadamard": "hadamard:Hadamard",
+    "lattice": "lattice:Lattice",
     "kakeya": "kakeya:Kakeya",
     "pca": "pca:Pca",
-    "noise": "plain:Noise",
+    "noise": "noise:Noise",
 }
 WRAPPERS = {
     "prerope": "wrappers:PreRope",

@@ -13,18 +13,17 @@ from zlib import crc32
 import torch
 
 from assay.errors import AssayError, UsageError
-from assay_lab.kv.codecs import (
+from assay_lab.kv.codecs.base import BlockCoder
+from assay_lab.kv.codecs.samples import Site, Tables
+from assay_lab.kv.codecs.stream import (
     Block,
-    BlockCoder,
-    Site,
     Stream,
-    StreamCoder,
-    Tables,
     exact_from_bytes,
     exact_to_bytes,
     from_bytes,
     to_bytes,
 )
+from assay_lab.kv.coder_protocol import StreamCoder
 
 if TYPE_CHECKING:
     from assay_lab.kv.transforms import Rotary

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from assay.errors import AssayError, UsageError
-from assay_lab.kv.codecs import BlockCoder, Samples, Site, Stage, Tables, need_table
+from assay_lab.kv.codecs.base import BlockCoder, Stage
+from assay_lab.kv.codecs.samples import Samples, Site, Tables, need_table
 
 # The transform of the `pca` codec: decorrelated coefficients in which plain squared error is error
 # that matters.

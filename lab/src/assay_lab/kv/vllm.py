@@ -27,8 +27,9 @@ from assay_lab.kv.cache_hook import (
     spread,
     streams_note,
 )
+from assay_lab.kv.cache_shape import CacheShape, cache_shape
 from assay_lab.kv.calibration import Sampler, kept_per_window
-from assay_lab.kv.codecs import CacheShape, StreamCoder, cache_shape
+from assay_lab.kv.coder_protocol import StreamCoder
 from assay_lab.kv.fit import last_readers
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.stream_coder import Coders, Growing, Key, StreamFacts, Track, facts_of_window

@@ -22,31 +22,15 @@ import numpy as np
 import torch
 
 from assay.errors import UsageError
-from assay_lab.kv.codecs import (
-    BlockCoder,
-    Codec,
-    Parts,
-    Samples,
-    Site,
-    Stage,
-    Tables,
-    damaged,
-    from_halves,
-    need_table,
-    to_halves,
-)
-from assay_lab.quantisation import (
-    empirical_levels,
-    gaussian_levels,
-    nearest_level,
-    pack,
-    packed_bytes,
-    random_normal,
-    random_signs,
-    random_words,
-    unpack,
-    wht,
-)
+from assay_lab.kv.codecs.base import BlockCoder, Codec, Parts, Stage
+from assay_lab.kv.codecs.fields import from_halves, to_halves
+from assay_lab.kv.codecs.samples import Samples, Site, Tables, need_table
+from assay_lab.kv.codecs.stream import damaged
+from assay_lab.quantisation.hadamard import wht
+from assay_lab.quantisation.levels import empirical_levels, gaussian_levels
+from assay_lab.quantisation.nearest import nearest_level
+from assay_lab.quantisation.packing import pack, packed_bytes, unpack
+from assay_lab.quantisation.randomness import random_normal, random_signs, random_words
 
 # Principal components and spherical K-means of many small sets of rows at once, as the `kakeya`
 # codec uses them.

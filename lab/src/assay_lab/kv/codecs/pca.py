@@ -34,20 +34,11 @@ import torch
 from numpy.typing import NDArray
 
 from assay.errors import AssayError, UsageError
-from assay_lab.kv.codecs import (
-    BlockCoder,
-    Codec,
-    Field,
-    Parts,
-    Samples,
-    Site,
-    Tables,
-    inner_tables,
-    join_fields,
-    need_table,
-    split_fields,
-)
+from assay_lab.kv.codecs.base import BlockCoder, Codec, Parts
+from assay_lab.kv.codecs.fields import Field, join_fields, split_fields
 from assay_lab.kv.codecs.pca_entropy import RangeCoder, RangeSettings, fit_range, step_for_bits
+from assay_lab.kv.codecs.placement import inner_tables
+from assay_lab.kv.codecs.samples import Samples, Site, Tables, need_table
 from assay_lab.kv.transforms import (
     Klt,
     Predictor,
@@ -59,7 +50,8 @@ from assay_lab.kv.transforms import (
     sampled_rows,
     spectrum,
 )
-from assay_lab.quantisation import empirical_levels, nearest_level
+from assay_lab.quantisation.levels import empirical_levels
+from assay_lab.quantisation.nearest import nearest_level
 from assay_lab.trellis import STATES
 
 _SMALLEST = 0.12

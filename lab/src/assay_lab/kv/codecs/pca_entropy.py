@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from scipy.special import expit, ndtr
 
 from assay.errors import AssayError
-from assay_lab.kv.codecs import Parts, Site, Tables, damaged
+from assay_lab.kv.codecs.base import Parts
+from assay_lab.kv.codecs.samples import Site, Tables
+from assay_lab.kv.codecs.stream import damaged
 from assay_lab.kv.transforms import Klt, Predictor, Spectrum, TransformCoder
 from assay_lab.trellis import Trellis, candidates, cheapest_path, quantisers, trellis, values
 

@@ -10,26 +10,18 @@ import numpy as np
 import torch
 
 from assay.errors import UsageError
-from assay_lab.kv.codecs import (
+from assay_lab.kv.codecs.base import BlockCoder, Codec, Parts, Stage
+from assay_lab.kv.codecs.fields import (
     EXPONENT,
-    BlockCoder,
-    Codec,
     Field,
-    Parts,
-    Placement,
-    Samples,
-    Site,
-    Stage,
-    Tables,
-    Wrapper,
-    damaged,
     from_halves,
-    inner_tables,
     join_fields,
-    need_table,
     split_fields,
     to_halves,
 )
+from assay_lab.kv.codecs.placement import Placement, Wrapper, inner_tables
+from assay_lab.kv.codecs.samples import Samples, Site, Tables, need_table
+from assay_lab.kv.codecs.stream import damaged
 
 
 class Around(BlockCoder):

@@ -37,8 +37,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.calibration import Calibration, averaged
-from assay_lab.kv.codecs import CacheShape, Site
+from assay_lab.kv.codecs.samples import Site
 from assay_lab.kv.transforms import Rotary
 
 CANDIDATES = tuple((100 - 9 * i) / 100 for i in range(6))

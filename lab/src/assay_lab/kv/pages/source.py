@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save
 from assay.engines import setup_differences, setup_facts
 from assay.errors import AssayError
 from assay.runs import cache_dir, write_atomically
+from assay_lab.kv.cache_shape import CacheShape, cache_shape
 from assay_lab.kv.calibration import Calibration, read_calibration
-from assay_lab.kv.codecs import CacheShape, cache_shape
 from assay_lab.kv.pages.layout import SPAN, StreamTables, fit_stream, trigonometry
 from assay_lab.kv.transforms import Rotary
 
