@@ -138,6 +138,6 @@ def test_numbers_come_back(values: list[int]) -> None:
 
 def test_the_modes_of_codecs_are_those_there_are() -> None:
     pytest.importorskip("torch")
-    from assay_lab.kv.cache_hook import Mode
+    from assay_lab.kv.hook_plan import Mode
 
     assert tuple(Mode) == MODES

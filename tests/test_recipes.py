@@ -109,7 +109,7 @@ def test_the_tables_of_the_page_are_what_was_measured() -> None:
 
 
 def test_codecs_of_a_recipe_that_need_tables_get_them() -> None:
-    from assay_lab.kv.evaluate import require_no_calibration
+    from assay_lab.kv.eval import require_no_calibration
     from assay_lab.kv.spec import parse_spec
 
     for words in (

@@ -38,7 +38,7 @@ from assay.options import is_address
 from assay.serving.launch import free_port
 from assay_lab.gap.gap import run_gap
 from assay_lab.gap.plan import GapPlan
-from assay_lab.kv.evaluate import run_sweep
+from assay_lab.kv.sweep import run_sweep
 from assay_lab.options import SweepPlan
 from tiny_target import make_target
 

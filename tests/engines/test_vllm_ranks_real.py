@@ -26,7 +26,8 @@ from assay.errors import AssayError
 from assay.fidelity.metrics.token_statistics import RowStatistics, window_statistics
 from assay.fidelity.store.manifest import StoreHeader
 from assay.fidelity.store.writer import StoreWriter
-from assay_lab.kv.cache_hook import hook_spec, stream_facts
+from assay_lab.kv.cache_bytes import stream_facts
+from assay_lab.kv.hook_plan import hook_spec
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 STATISTICS = "assay.fidelity.metrics.token_statistics:batch_statistics"

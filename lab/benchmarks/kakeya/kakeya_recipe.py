@@ -27,10 +27,11 @@ from assay.demo.models import build_smollm2
 from assay.environment import describe
 from assay.runs import cache_dir
 from assay.stats import mean_interval
-from assay_lab.kv.cache_hook import Mode
 from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay_lab.kv.diagnose import Traffic, coded, output_error, relative_mse, score_error, watch
-from assay_lab.kv.lab import Lab, open_lab
+from assay_lab.kv.evaluator import CodecEvaluator
+from assay_lab.kv.hook_plan import Mode
+from assay_lab.kv.opening import ModelOnText, open_evaluator
 from assay_lab.kv.sensitivity import figures
 from assay_lab.kv.spec import parse_recipe
 
@@ -121,15 +122,16 @@ def main() -> None:
 
     length = arguments.kl_length if arguments.kl else 513
     count = arguments.kl_windows if arguments.kl else WINDOWS
-    with open_lab(
+    request = ModelOnText(
         model,
         (arguments.text,),
-        windows=count,
-        length=length,
+        count,
+        length,
         mode=Mode.INFORWARD.value,
         batch=arguments.batch,
         calibration=str(table),
-    ) as lab:
+    )
+    with open_evaluator(request) as lab:
         if arguments.kl:
             document |= {
                 "kl_windows": count,
@@ -157,7 +159,7 @@ def main() -> None:
                     )
         else:
             traffic = watch(
-                lab.engine, lab.windows, lab.bench.shape, queries=64, batch=4, progress=show
+                lab.engine, lab.windows, lab.layer_coders.shape, queries=64, batch=4, progress=show
             )
             for cell in cells():
                 stream, bits, norm, q, variance, sinks = cell
@@ -167,10 +169,10 @@ def main() -> None:
     markdown(document, arguments.out.with_suffix(".md"))
 
 
-def kl(lab: Lab, texts: dict[str, str]) -> dict[str, Any]:
+def kl(lab: CodecEvaluator, texts: dict[str, str]) -> dict[str, Any]:
     """KL of the model with both streams coded."""
     recipes = {s: parse_recipe(t) for s, t in texts.items()}
-    coders = lab.bench.fit_all(lambda _, stream: recipes[stream])
+    coders = lab.layer_coders.fit_all(lambda _, stream: recipes[stream])
     found = figures(
         lab.measure(";".join(f"{s}:{t}" for s, t in texts.items()), coders=lambda: coders)
     )
@@ -182,7 +184,7 @@ def kl(lab: Lab, texts: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def errors(lab: Lab, traffic: Traffic, cell: Cell) -> dict[str, Any]:
+def errors(lab: CodecEvaluator, traffic: Traffic, cell: Cell) -> dict[str, Any]:
     """Mean over layers of the relative error and of what attention makes of it, with intervals by
     window.
 
@@ -195,7 +197,7 @@ def errors(lab: Lab, traffic: Traffic, cell: Cell) -> dict[str, Any]:
     first: list[list[float]] = []
     size = 0.0
     for layer in LAYERS:
-        fitted = lab.bench.fit(recipe, layer, stream)
+        fitted = lab.layer_coders.fit(recipe, layer, stream)
         x = (traffic.keys if stream == "k" else traffic.values)[layer].float()
         back = coded(fitted, x)
         size += 8 * len(fitted.encode(x[0])) / x[0].numel() / len(LAYERS)

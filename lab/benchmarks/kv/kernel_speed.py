@@ -37,9 +37,9 @@ from assay.fidelity.metrics.row_sums import row_sums
 from assay.fidelity.metrics.token_statistics import row_statistics
 from assay_lab import trellis
 from assay_lab.kv import lab
-from assay_lab.kv.cache_hook import _BENCHES
 from assay_lab.kv.codecs import pca_entropy
 from assay_lab.kv.codecs.samples import Samples
+from assay_lab.kv.hook_plan import _KEPT_CODERS
 from assay_lab.kv.spec import parse_recipe
 from kv_codec_speed import SITE, values
 
@@ -214,14 +214,14 @@ def eval_uses(spec: str, skip: tuple[int, ...]) -> Callable[[], dict[str, Use]]:
     import kv_texts
     from assay.demo.models import build_smollm2
     from assay.runs import cache_dir
-    from assay_lab.kv.evaluate import run_eval
+    from assay_lab.kv.eval import run_eval
     from assay_lab.options import EvalPlan
 
     text = cache_dir("kernels") / "text.txt"
     text.write_text(kv_texts.python_source()[:200_000], encoding="utf-8")
 
     def run(mode: str) -> None:
-        _BENCHES.clear()  # coders of another form
+        _KEPT_CODERS.clear()  # coders of another form
         plan = EvalPlan(
             str(build_smollm2()),
             spec,

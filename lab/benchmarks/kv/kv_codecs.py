@@ -48,13 +48,15 @@ from assay.fidelity.windows import blocks_of
 from assay.runs import cache_dir, write_atomically
 from assay.stats import Resampling
 from assay.stats.equivalence import Margins
-from assay_lab.kv import cache_hook
-from assay_lab.kv.cache_hook import Mode, stream_facts
+from assay_lab.kv import cache_bytes
+from assay_lab.kv.cache_bytes import stream_facts
 from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay_lab.kv.calibration import Calibration, read_calibration
-from assay_lab.kv.fit import Bench, Fitters, fitters
-from assay_lab.kv.lab import Lab
+from assay_lab.kv.evaluator import CodecEvaluator, Fitting, Passages, ScoringSetup
+from assay_lab.kv.fitters import Fitters, fitters
+from assay_lab.kv.hook_plan import Mode
+from assay_lab.kv.layer_coders import LayerCoders
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.transforms import Rotary
 
@@ -77,7 +79,7 @@ AROUND = [f"prerope+sinks(n=4)+mean+hadamard(bits={b})" for b in (6, 5, 4, 3, 2.
 def main() -> None:
     arguments = _parser().parse_args()
     arguments.ends = time.monotonic() + 60 * arguments.minutes
-    cache_hook.APART = arguments.apart
+    cache_bytes.APART = arguments.apart
     if arguments.memory and arguments.device != "cpu":
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(arguments.memory * 2**30 / whole)
@@ -89,17 +91,19 @@ def main() -> None:
         _calibrate(arguments, spec, table)
     if arguments.calibrate_only:
         return
-    bench = Measuring(arguments, spec, table)
+    layer_coders = Measuring(arguments, spec, table)
     try:
         found = list(sections(arguments))
-        bench.fit_ahead([s for section, specs in found for s in specs if bench.lacks(section, s)])
+        layer_coders.fit_ahead(
+            [s for section, specs in found for s in specs if layer_coders.lacks(section, s)]
+        )
         for section, specs in found:
             try:
-                bench.section(section, [str(parse_spec(spec)) for spec in specs])
+                layer_coders.section(section, [str(parse_spec(spec)) for spec in specs])
             except AssayError as error:  # such as a context that the model has not
                 print(f"left out: {error}", flush=True)
     finally:
-        bench.stack.close()
+        layer_coders.stack.close()
 
 
 def sections(arguments: argparse.Namespace) -> Iterator[tuple[argparse.Namespace, list[str]]]:
@@ -139,8 +143,8 @@ class Text:
     """
 
     name: str
-    lab: Lab
-    fresh: Lab | None
+    lab: CodecEvaluator
+    fresh: CodecEvaluator | None
     facts: dict[str, Any]
 
 
@@ -162,8 +166,8 @@ class Measuring:
         self.calibration.check_model(self.shape)
         # Coders do not depend on the length of the windows: those of a section serve all others.
         rotary = Rotary(self.scorer.engine.model, arguments.calibration_length)
-        self.bench = Bench(self.shape, rotary, self.calibration)
-        self.pool: Fitters = self.stack.enter_context(fitters(self.bench, arguments.jobs))
+        self.layer_coders = LayerCoders(self.shape, rotary, self.calibration)
+        self.pool: Fitters = self.stack.enter_context(fitters(self.layer_coders, arguments.jobs))
         self._begun: dict[str, Any] = {}
         self._coders: dict[str, Any] = {}
         self._texts: dict[tuple[str, Any], Text] = {}
@@ -243,21 +247,21 @@ class Measuring:
         # Fresh windows lie between the others, so that both are spread over the text.
         step = len(windows) / max(1, arguments.choose)
         apart = {int((i + 0.5) * step) for i in range(arguments.choose)}
+        setup = ScoringSetup(
+            self.spec,
+            Mode(arguments.mode),
+            arguments.batch,
+            arguments.block,
+            arguments.length - arguments.scored + 1 if arguments.scored else None,
+        )
         labs = [
             (
-                Lab(
+                CodecEvaluator(
                     self.scorer,
-                    self.spec,
-                    part,
-                    Mode(arguments.mode),
-                    arguments.batch,
-                    bench=self.bench,
-                    about=self.digest,
-                    scored_from=(
-                        arguments.length - arguments.scored + 1 if arguments.scored else None
-                    ),
-                    block=arguments.block,
-                    progress=show,
+                    setup,
+                    Passages(part),
+                    Fitting(self.layer_coders, about=self.digest),
+                    show,
                 )
                 if part
                 else None
@@ -465,7 +469,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--apart",
         type=float,
-        default=cache_hook.APART,
+        default=cache_bytes.APART,
         help="share from which streams are not what attention read",
     )
     add("--memory", type=float, default=0, help="GiB of a shared GPU that may be taken")

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from assay.runs import cache_dir
-from assay_lab.kv.cache_hook import HookPlan, read
 from assay_lab.kv.cache_shape import cache_shape
-from assay_lab.kv.fit import Bench, CoderSet
+from assay_lab.kv.hook_plan import HookPlan, read
+from assay_lab.kv.layer_coders import CoderSet, LayerCoders
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.transforms import Rotary
-from assay_lab.kv.vllm import VllmCodecHook
+from assay_lab.kv.vllm.hook import VllmCodecHook
 
 LENGTH = 8192
 """Positions of the rotary tables that put a calibration's keys behind RoPE."""
@@ -62,9 +62,9 @@ def fit(model: str, codec: str, calibration: Path) -> Path:
     shape = cache_shape(known)
     found = read(str(calibration), calibration.stat().st_mtime_ns)
     found.check_model(shape)
-    bench = Bench(shape, Rotary.of_config(known.config, LENGTH), found)
+    layer_coders = LayerCoders(shape, Rotary.of_config(known.config, LENGTH), found)
     spec = parse_spec(codec)
-    coders = bench.fit_all(lambda _, stream: spec.of(stream))
+    coders = layer_coders.fit_all(lambda _, stream: spec.of(stream))
     part = path.with_suffix(f".{os.getpid()}")
     part.write_bytes(pickle.dumps(dict(coders.by_stream)))
     part.replace(path)  # whole or not at all
@@ -76,8 +76,8 @@ class FittedPlan(HookPlan):
 
     fitted = ""
 
-    def coders(self, bench: Bench) -> CoderSet:
-        """Those of the file; no bench is needed."""
+    def coders(self, layer_coders: LayerCoders) -> CoderSet:
+        """Those of the file; no layer_coders is needed."""
         return CoderSet(_coders(self.fitted))
 
 

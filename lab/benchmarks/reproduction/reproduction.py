@@ -51,10 +51,11 @@ from assay.fidelity.score import observe
 from assay.runs import cache_dir
 from assay_lab.gap.phases import noise_codec
 from assay_lab.kv import calibration
-from assay_lab.kv.cache_hook import Mode, hook_spec, measured_bytes
+from assay_lab.kv.cache_bytes import measured_bytes
 from assay_lab.kv.calibrate import captured
 from assay_lab.kv.calibration import Calibration, passages, read_calibration, write_calibration
-from assay_lab.kv.lab import Lab
+from assay_lab.kv.evaluator import CodecEvaluator, Passages, ScoringSetup
+from assay_lab.kv.hook_plan import Mode, hook_spec
 from assay_lab.options import CalibrationPlan
 from reproduction_rows import Rows
 
@@ -356,7 +357,7 @@ class Runner:
         self.engine = engine
         self.windows = windows
         self.began = time.monotonic()
-        self.labs: dict[tuple[str, int], Lab] = {}
+        self.labs: dict[tuple[str, int], CodecEvaluator] = {}
         self.kept = Rows([file for file in given.kept if file.exists()]).rows
         self.document: dict[str, Any] = (
             json.loads(given.out.read_text(encoding="utf-8"))
@@ -443,7 +444,7 @@ class Runner:
         )
         print(f"{key}: {said} ({found['seconds']} s)", flush=True)
 
-    def of_mode(self, mode: str, every: int) -> Lab:
+    def of_mode(self, mode: str, every: int) -> CodecEvaluator:
         """Windows with their exact cache; *decode* scores what comes after the 1,024 (or 2,048)
         tokens.
         """
@@ -451,13 +452,10 @@ class Runner:
             from_tail = (
                 len(self.windows[0].tokens) - self.given.tail if mode == Mode.DECODE else None
             )
-            self.labs[mode, every] = Lab(
+            self.labs[mode, every] = CodecEvaluator(
                 self.engine,
-                self.given.spec,
-                self.windows[::every],
-                Mode(mode),
-                self.given.batch,
-                scored_from=from_tail,
+                ScoringSetup(self.given.spec, Mode(mode), self.given.batch, scored_from=from_tail),
+                Passages(self.windows[::every]),
             )
             self.labs[mode, every].score_reference()
         return self.labs[mode, every]
@@ -494,7 +492,7 @@ class Runner:
             return {"no ratio": str(error)[:300]}
 
     def observed(
-        self, row: Row, lab: Lab, measured: int
+        self, row: Row, lab: CodecEvaluator, measured: int
     ) -> tuple[list[WindowObservation], Engagement]:
         """The windows with the row's codec, and what took part; the streams of `measured` windows
         are encoded.
@@ -740,7 +738,7 @@ def clean(spec: str, plan: Plan, given: argparse.Namespace, every: int) -> list[
         windows = plan_windows(plan, engine.tokenizer)[0][::every]
         return list(
             engine.score_windows(
-                windows, Lab(engine, spec, windows, Mode.INFORWARD, given.batch).job
+                windows, ScoringSetup(spec, Mode.INFORWARD, given.batch).job(len(windows[0].tokens))
             )
         )
     finally:

@@ -182,7 +182,7 @@ def speeds(
 
 def speed(args: argparse.Namespace) -> None:
     from assay_lab.kv.blocks import BlockCodec
-    from assay_lab.kv.tier import keys_of
+    from assay_lab.kv.tier.scheduler import keys_of
 
     layers, heads, dim = map(int, args.model.split("x"))
     for predict in (True, False):
@@ -234,7 +234,7 @@ def entropy(coder: Any, data: bytes) -> tuple[float, int, int]:
 
 def codec(args: argparse.Namespace) -> None:
     from assay_lab.kv.blocks import BlockCodec, tables_for
-    from assay_lab.kv.tier import keys_of
+    from assay_lab.kv.tier.scheduler import keys_of
 
     start = time.perf_counter()
     tables = tables_for(args.model, args.codec, args.calibration, args.tables)

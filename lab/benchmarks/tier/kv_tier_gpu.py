@@ -132,7 +132,7 @@ def exactly(cpu: Any, gpu: Any, data: list[bytes]) -> dict[str, Any]:
 def kernels(args: argparse.Namespace) -> None:
     from assay_lab.kv.blocks import BlockCodec, BlockRefused
     from assay_lab.kv.blocks_gpu import GpuBlockCodec
-    from assay_lab.kv.tier import keys_of
+    from assay_lab.kv.tier.scheduler import keys_of
 
     layers, heads, dim = map(int, args.model.split("x"))
     found: dict[str, Any] = {"machine": gpu_machine(), "copies": copies(1 << 28)}
@@ -358,7 +358,7 @@ def encoded(cpu: Any, x: torch.Tensor) -> tuple[list[bytes], list[bytes]]:
     """Blocks of [layers, 2, tokens, width] and their keys."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from assay_lab.kv.tier import keys_of
+    from assay_lab.kv.tier.scheduler import keys_of
 
     keys = keys_of(range(x.shape[2]), BLOCK, cpu.tables.digest)
     torch.set_num_threads(1)
@@ -462,7 +462,7 @@ def on_device(
     tokens went.
     """
     from assay_lab.kv.encode_gpu import GpuEncoder
-    from assay_lab.kv.tier import keys_of
+    from assay_lab.kv.tier.scheduler import keys_of
 
     keys, encoder, data = keys_of(range(x.shape[2]), BLOCK, gpu.tables.digest), GpuEncoder(gpu), []
     for at in range(0, len(keys), 16):
@@ -693,7 +693,7 @@ def ttft(args: argparse.Namespace) -> None:
     planner, mover = core.scheduler.connector._planner, get_kv_transfer_group()._mover
     real = mover.codec
     match, step = planner.match, planner.step
-    from assay_lab.kv.tier import BlockStore
+    from assay_lab.kv.tier.store import BlockStore
 
     one = SamplingParams(temperature=0, max_tokens=1)
     store, folder = mover.store, Path(tempfile.mkdtemp(prefix="assay-kv-ttft-", dir=args.disk))
@@ -809,7 +809,7 @@ def ttft(args: argparse.Namespace) -> None:
 
 def planner_blocks(planner: Any, prompt: list[int]) -> list[bytes]:
     """Keys of the whole blocks of a prompt."""
-    from assay_lab.kv.tier import keys_of
+    from assay_lab.kv.tier.scheduler import keys_of
 
     return keys_of(prompt, planner.block, planner.seed)
 

@@ -15,7 +15,7 @@ from assay.fidelity.plan import MarginOptions, ThreadOptions, TimeOptions
 from assay.options import Options, RayOptions, RunTime, option
 
 MODES = ("decode", "inforward", "snapshot")
-"""The names of `assay_lab.kv.cache_hook.Mode`."""
+"""The names of `assay_lab.kv.hook_plan.Mode`."""
 TABLE_TOKENS = 32_768
 """Most tokens of cache that are taken to share the tables where nobody says how many."""
 EXACT_BITS = 16.0

@@ -45,7 +45,7 @@ def evaluate(**given: Any) -> Report:
     Exit code 0 ACCEPT, 1 MARGINAL or REJECT, 2 could not be examined, 3 inconclusive.
     """
     from assay.cli.progress import show
-    from assay_lab.kv.evaluate import run_eval
+    from assay_lab.kv.eval import run_eval
     from assay_lab.options import EvalPlan
 
     return run_eval(EvalPlan.of(given), show)
@@ -60,7 +60,7 @@ def sweep(**given: Any) -> Report:
     too, 1 all are REJECT, 2 could not be examined, 3 inconclusive.
     """
     from assay.cli.progress import show
-    from assay_lab.kv.evaluate import run_sweep
+    from assay_lab.kv.sweep import run_sweep
     from assay_lab.options import SweepPlan
 
     plan = SweepPlan.of(given)

@@ -18,7 +18,7 @@ from assay.errors import AssayError, UsageError
 from assay_lab.kv.cache_shape import CacheShape, cache_shape
 from assay_lab.kv.calibration import read_calibration
 from assay_lab.kv.codecs.samples import Site
-from assay_lab.kv.fit import Bench
+from assay_lab.kv.layer_coders import LayerCoders
 from assay_lab.kv.spec import parse_recipe
 from assay_lab.kv.transforms import Rotary
 from kv_import import convert, read_levels, read_moments, read_sidecar
@@ -164,9 +164,9 @@ def test_an_import_serves_the_codecs_that_it_was_made_for(checkpoint: Path, tmp_
     calibration = read_calibration(out)
     calibration.check_model(cache_shape(net))
     calibration.check_text({"sha256": "x"}, [])
-    bench = Bench(cache_shape(net), Rotary(net, 64), calibration)
+    layer_coders = LayerCoders(cache_shape(net), Rotary(net, 64), calibration)
     # Preconditioning with the ridge of the old tool gives its own factor back.
-    fitted = bench.fit(parse_recipe("prerope+qprecond(ridge=0.001)+hadamard"), 1, "k")
+    fitted = layer_coders.fit(parse_recipe("prerope+qprecond(ridge=0.001)+hadamard"), 1, "k")
     rows, columns = np.tril_indices(16)
     np.testing.assert_allclose(
         fitted.tables["chol"],
@@ -174,10 +174,12 @@ def test_an_import_serves_the_codecs_that_it_was_made_for(checkpoint: Path, tmp_
         rtol=1e-4,
         atol=1e-5,
     )
-    kakeya = bench.fit(parse_recipe("kakeya(bits=2, levels=calibrated)"), 0, "k")
+    kakeya = layer_coders.fit(parse_recipe("kakeya(bits=2, levels=calibrated)"), 0, "k")
     np.testing.assert_array_equal(kakeya.tables["levels"], np.array(LEVELS, dtype=np.float32))
     # After RoPE it is the average over rotations, which the file does not have.
-    after = calibration.samples(Site("k", 0, 2, 2, 16), before_rope=False, rotary=bench.rotary)
+    after = calibration.samples(
+        Site("k", 0, 2, 2, 16), before_rope=False, rotary=layer_coders.rotary
+    )
     assert after.metric is not None
     plain = moments()["layer_0_sigma"]
     assert not torch.allclose(after.metric, plain, atol=1e-2)
@@ -193,7 +195,7 @@ def test_an_import_serves_the_codecs_that_it_was_made_for(checkpoint: Path, tmp_
         ("qprecond+fp8", "v"),
     ):
         with pytest.raises(AssayError, match="calibration"):
-            bench.fit(parse_recipe(spec), 0, stream)
+            layer_coders.fit(parse_recipe(spec), 0, stream)
 
     for wrong in ((), (None, [table, table])):
         with pytest.raises(UsageError):

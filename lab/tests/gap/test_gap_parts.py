@@ -33,7 +33,7 @@ from assay_lab.gap.phases import (
     sigmas_of,
 )
 from assay_lab.gap.plan import Corners, GapPlan
-from assay_lab.kv.lab import Measured
+from assay_lab.kv.measured import Measured
 
 
 def an(value: float, half: float) -> Amount:

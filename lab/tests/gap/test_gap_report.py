@@ -30,7 +30,7 @@ from assay_lab.gap.outcome import (
 )
 from assay_lab.gap.plan import GapPlan
 from assay_lab.gap.report import blocks, findings_of, headline, verdict_of
-from assay_lab.kv.lab import Measured
+from assay_lab.kv.measured import Measured
 
 
 def outcome(

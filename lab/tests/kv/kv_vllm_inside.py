@@ -22,10 +22,12 @@ from assay.engines.scoring import Engagement, HookSpec, ScoreJob, Window
 from assay.engines.vllm.hooks import Rewrite
 from assay.engines.vllm.scorer import VllmScorer
 from assay.fidelity.metrics.token_statistics import window_statistics
-from assay_lab.kv.cache_hook import HookPlan, hook_spec, measured_bytes, path_of, stream_facts
+from assay_lab.kv.cache_bytes import measured_bytes, stream_facts
 from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.hook_plan import HookPlan, hook_spec, path_of
 from assay_lab.kv.spec import parse_recipe
-from assay_lab.kv.vllm import VllmCodecHook, capture_in_vllm
+from assay_lab.kv.vllm.capture import capture_in_vllm
+from assay_lab.kv.vllm.hook import VllmCodecHook
 
 LENGTH, FROM, COUNT = 64, 49, 6
 HADAMARD = "hadamard(bits=4)"

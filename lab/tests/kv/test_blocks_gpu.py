@@ -120,13 +120,15 @@ class Paged:
 
 def test_blocks_are_decoded_into_pages_and_a_bad_stream_is_found_afterwards() -> None:
     from assay_lab.kv.blocks_gpu import GpuBlockCodec
-    from assay_lab.kv.tier import BlockStore, Load, Mover, Save
+    from assay_lab.kv.tier.scheduler import Load, Save
+    from assay_lab.kv.tier.store import BlockStore
+    from assay_lab.kv.tier.transfer import TierWorker
 
     cpu = BlockCodec(small_tables(), 1)
     gpu = GpuBlockCodec(cpu.tables, DEVICE, 2, group=8)  # a group each
     data, keys = samples(cpu, (8, 8)), [bytes([i] * 32) for i in range(2)]
     store, paged, pages = BlockStore(None, 10**6), Paged(8, 4), (5, 2, 7, 1)
-    mover = Mover(store, gpu, paged, 8, 4)  # type: ignore[arg-type]
+    mover = TierWorker(store, gpu, paged, 8, 4)  # type: ignore[arg-type]
     for key, block in zip(keys, data, strict=True):
         store.put(key, block)
     # From the middle of the first block to before the end of the second one.

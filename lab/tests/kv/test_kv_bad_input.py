@@ -21,7 +21,7 @@ from assay.errors import AssayError
 from assay.verdict import Severity
 from assay_lab.kv import lab
 from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
-from assay_lab.kv.evaluate import run_eval
+from assay_lab.kv.eval import run_eval
 from assay_lab.options import EvalPlan
 from kv.test_kv_hook import LENGTH
 from kv.test_kv_lab import Tiny

@@ -16,9 +16,10 @@ from test_kv_hook import LENGTH, Rounding, everywhere, model, windows
 from assay.engines.hf.cache import set_cache_dtype
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
-from assay_lab.kv.cache_hook import CodecHook, Mode
+from assay_lab.kv.cache_hook import CodecHook
 from assay_lab.kv.cache_shape import cache_shape
-from assay_lab.kv.fit import Bench
+from assay_lab.kv.hook_plan import Mode
+from assay_lab.kv.layer_coders import LayerCoders
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.transforms import Rotary
 
@@ -29,8 +30,8 @@ torch.set_num_threads(1)
 
 def codec_hook(net: Any, spec: str, mode: Mode = Mode.DECODE) -> CodecHook:
     parsed = parse_spec(spec)
-    bench = Bench(cache_shape(net), Rotary(net, LENGTH))
-    coders = bench.fit_all(lambda _, stream: parsed.of(stream)).by_stream
+    layer_coders = LayerCoders(cache_shape(net), Rotary(net, LENGTH))
+    coders = layer_coders.fit_all(lambda _, stream: parsed.of(stream)).by_stream
     return CodecHook(coders, mode, LENGTH, measure_windows=0)
 
 

@@ -14,12 +14,12 @@ pytest.importorskip("transformers")
 
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.specs import HfSpec
-from assay_lab.kv.cache_hook import Mode
 from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.calibrate import capture, measure_sensitivity
 from assay_lab.kv.calibration import Calibration, read_calibration
-from assay_lab.kv.fit import Bench
-from assay_lab.kv.lab import Lab
+from assay_lab.kv.evaluator import CodecEvaluator, Fitting, Passages, ScoringSetup
+from assay_lab.kv.hook_plan import Mode
+from assay_lab.kv.layer_coders import LayerCoders
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.transforms import Rotary
 from kv.test_kv_hook import LENGTH, model, windows
@@ -37,18 +37,20 @@ def test_it_foretells_what_other_errors_cost(
     scorer = HfScorer(cast(Any, SimpleNamespace(model=net, spec=HfSpec("small"), describe=dict)))
     shape = cache_shape(net)
     tensors = capture(cast(Any, scorer), some, shape, tokens=230, batch=6)
-    bench = Bench(shape, Rotary(net, LENGTH), Calibration(tensors, {}))
-    lab = Lab(scorer, "hf:small", some, Mode.INFORWARD, 6, bench=bench)
+    layer_coders = LayerCoders(shape, Rotary(net, LENGTH), Calibration(tensors, {}))
+    lab = CodecEvaluator(
+        scorer, ScoringSetup("hf:small", Mode.INFORWARD, 6), Passages(some), Fitting(layer_coders)
+    )
     costs = measure_sensitivity(lab)
     assert costs.shape == (shape.layers, 2) and bool((costs > 0).all())
     coarser = parse_spec("prerope+sinks(n=4)+pca(step=0.8, classes=1, rdo=0)")
     for layer, stream in ((0, "k"), (2, "v")):
-        coders = bench.fit_all(lambda _, s: coarser.of(s), [layer], stream).by_stream
+        coders = layer_coders.fit_all(lambda _, s: coarser.of(s), [layer], stream).by_stream
         seen = lab.measure(str(coarser), layers=(layer,), streams=stream, measure_windows=1).seen
         kl = sum(float(w.kl.sum()) for w in seen) / sum(len(w.kl) for w in seen)
         x = tensors[f"layer_{layer}_{stream}"].float()[:, tensors["positions"] >= 4]
         e = (x - coders[layer, stream].reconstruct(x)).double().transpose(0, 1).flatten(1)
-        samples = bench.calibration.samples(
+        samples = layer_coders.calibration.samples(
             coders[layer, stream].site, before_rope=True, rotary=None
         )  # type: ignore[union-attr]
         error = float(torch.einsum("ti,ij,tj->t", e, samples.joint_metric(), e).mean())

@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from assay_lab.kv.diagnose import Decoded, diagnose_stream, relative_mse, watch
-from assay_lab.kv.fit import last_readers
+from assay_lab.kv.predictors import last_readers
 from kv.test_kv_hook import model, windows
-from kv.test_kv_sides import SPEC, bench_of, coders_of
+from kv.test_kv_sides import SPEC, coders_of, layer_coders_of
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,10 @@ from kv.test_kv_sides import SPEC, bench_of, coders_of
     ],
 )
 def test_streams_are_predicted_from_what_came_back(spec: str, layers: Any) -> None:
-    bench = bench_of()
-    coders = coders_of(bench, spec, layers).by_stream
+    layer_coders = layer_coders_of()
+    coders = coders_of(layer_coders, spec, layers).by_stream
     scorer = SimpleNamespace(engine=SimpleNamespace(model=model()))
-    traffic = watch(scorer, windows(2), bench.shape, queries=5, batch=2)
+    traffic = watch(scorer, windows(2), layer_coders.shape, queries=5, batch=2)
     decoded = Decoded(traffic, last_readers(coders))
     back: dict[Any, Any] = {}
     for (layer, stream), coder in coders.items():

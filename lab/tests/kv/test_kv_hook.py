@@ -18,16 +18,11 @@ from codec_cases import SPECS, samples
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.errors import AssayError, UsageError
-from assay_lab.kv.cache_hook import (
-    CodecHook,
-    Mode,
-    check_read,
-    measured_bytes,
-    spread,
-    stream_facts,
-)
+from assay_lab.kv.cache_bytes import check_read, measured_bytes, stream_facts
+from assay_lab.kv.cache_hook import CodecHook, spread
 from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.codecs.samples import Site
+from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.spec import parse_recipe
 
 pytestmark = pytest.mark.engine

@@ -14,17 +14,11 @@ transformers = pytest.importorskip("transformers")
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import HookSpec, ScoreJob, load_hook
 from assay.errors import AssayError, UsageError
-from assay_lab.kv.cache_hook import (
-    CodecHook,
-    HookPlan,
-    Mode,
-    hook_spec,
-    measured_bytes,
-    path_of,
-    stream_facts,
-)
+from assay_lab.kv.cache_bytes import measured_bytes, stream_facts
+from assay_lab.kv.cache_hook import CodecHook
 from assay_lab.kv.cache_shape import cache_shape
-from assay_lab.kv.fit import Bench
+from assay_lab.kv.hook_plan import HookPlan, Mode, hook_spec, path_of
+from assay_lab.kv.layer_coders import LayerCoders
 from assay_lab.kv.transforms import Rotary
 from kv.test_kv_hook import LENGTH, model, windows
 
@@ -43,8 +37,10 @@ def test_settings_through_json_do_what_fitted_coders_do(mode: Mode) -> None:
     spec = hook_spec("hf:somewhere", **SPEC | {"mode": mode.value, "skip_layers": [1]})
     sent = HookSpec(spec.target, json.loads(json.dumps(spec.config)))
     by_spec = load_hook(sent)
-    bench = Bench(cache_shape(net), Rotary(net, LENGTH))
-    by_hand = CodecHook(HookPlan.from_config(sent.config).coders(bench).by_stream, mode, LENGTH)
+    layer_coders = LayerCoders(cache_shape(net), Rotary(net, LENGTH))
+    by_hand = CodecHook(
+        HookPlan.from_config(sent.config).coders(layer_coders).by_stream, mode, LENGTH
+    )
     assert torch.equal(scored(net, by_spec, mode), scored(net, by_hand, mode))
     assert by_spec.engagement() == by_hand.engagement()
     assert set(by_spec.engagement().per_layer) == {0, 2, 3}
@@ -56,11 +52,11 @@ def test_settings_through_json_do_what_fitted_coders_do(mode: Mode) -> None:
 
 def test_layers_and_streams_are_chosen() -> None:
     net = model()
-    bench = Bench(cache_shape(net), Rotary(net, LENGTH))
+    layer_coders = LayerCoders(cache_shape(net), Rotary(net, LENGTH))
 
     def specs(**more: Any) -> dict[tuple[int, str], str]:
         plan = HookPlan.from_config(hook_spec("hf", **SPEC | more).config)
-        return {key: coder.spec for key, coder in plan.coders(bench).by_stream.items()}
+        return {key: coder.spec for key, coder in plan.coders(layer_coders).by_stream.items()}
 
     assert list(specs(layers=[3, 1], skip_layers=[1], streams="v")) == [(3, "v")]
     found = specs(layer_codecs={2: "k:fp8;v:hadamard(bits=6)"})

@@ -27,14 +27,16 @@ from assay.fidelity.budget import Budget, OutOfTime
 from assay.fidelity.pace import Pace
 from assay.fidelity.plan import Plan
 from assay.verdict import Severity, Verdict
-from assay_lab.kv import evaluate as sweep_module
 from assay_lab.kv import lab as lab_module
-from assay_lab.kv.cache_hook import Mode
+from assay_lab.kv import sweep as sweep_module
 from assay_lab.kv.cache_shape import cache_shape
-from assay_lab.kv.evaluate import run_eval, run_sweep
-from assay_lab.kv.fit import Bench
-from assay_lab.kv.lab import Lab, Unfinished, memory_is_enough
+from assay_lab.kv.eval import run_eval
+from assay_lab.kv.evaluator import CodecEvaluator, Fitting, Passages, ScoringSetup, memory_is_enough
+from assay_lab.kv.hook_plan import Mode
+from assay_lab.kv.interruption import Unfinished
+from assay_lab.kv.layer_coders import LayerCoders
 from assay_lab.kv.sensitivity import run_allocate, run_attribute, run_noise
+from assay_lab.kv.sweep import run_sweep
 from assay_lab.kv.transforms import Rotary
 from assay_lab.options import AllocationPlan, AttributionPlan, EvalPlan, NoisePlan, SweepPlan
 from kv.test_kv_hook import LAYERS, LENGTH, model, windows
@@ -84,10 +86,17 @@ class Tiny(HfScorer):
             yield rows
 
 
-def lab(engine: Tiny, mode: Mode = Mode.INFORWARD, count: int = 6, block: int = 1) -> Lab:
+def lab(
+    engine: Tiny, mode: Mode = Mode.INFORWARD, count: int = 6, block: int = 1
+) -> CodecEvaluator:
     net = engine.engine.model
-    bench = Bench(cache_shape(net), Rotary(net, LENGTH))
-    return Lab(engine, "hf:small", windows(count), mode, 2, bench=bench, block=block)
+    layer_coders = LayerCoders(cache_shape(net), Rotary(net, LENGTH))
+    return CodecEvaluator(
+        engine,
+        ScoringSetup("hf:small", mode, 2, block),
+        Passages(windows(count)),
+        Fitting(layer_coders),
+    )
 
 
 def numbers(measured: Any) -> Any:
@@ -124,7 +133,7 @@ def test_tokens_that_are_fed_together_give_the_numbers_of_one_at_a_time() -> Non
 
 
 def test_a_codec_on_another_text_is_measured_and_sized_by_that_text_alone() -> None:
-    def facts(of: Lab) -> Any:
+    def facts(of: CodecEvaluator) -> Any:
         found = of.measure("int(bits=4)", measure_windows=6)
         return (
             found.bytes,

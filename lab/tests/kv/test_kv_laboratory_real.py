@@ -142,18 +142,22 @@ def by_the_laboratory(
     """Greedy tokens behind the cache that `assay kv eval` measures in its mode decode."""
     import torch
 
-    from assay_lab.kv.cache_hook import CodecHook, Mode
+    from assay_lab.kv.cache_hook import CodecHook
     from assay_lab.kv.cache_shape import cache_shape
     from assay_lab.kv.calibration import read_calibration
-    from assay_lab.kv.fit import Bench
+    from assay_lab.kv.hook_plan import Mode
+    from assay_lab.kv.layer_coders import LayerCoders
     from assay_lab.kv.spec import parse_spec
     from assay_lab.kv.transforms import Rotary
 
     parsed, length = parse_spec(spec), ids.shape[1] + count
     known = read_calibration(calibration) if calibration else None
-    bench = Bench(cache_shape(net), Rotary(net, length), known)
+    layer_coders = LayerCoders(cache_shape(net), Rotary(net, length), known)
     hook = CodecHook(
-        bench.fit_all(lambda _, s: parsed.of(s)).by_stream, Mode.DECODE, length, measure_windows=0
+        layer_coders.fit_all(lambda _, s: parsed.of(s)).by_stream,
+        Mode.DECODE,
+        length,
+        measure_windows=0,
     )
     found: list[int] = []
     with hook.attach(net), torch.inference_mode():

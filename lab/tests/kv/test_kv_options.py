@@ -35,7 +35,7 @@ ALL_STREAMS = EXPECTED_STREAMS | {"mode": "snapshot"}
     [
         (
             "eval",
-            "evaluate:run_eval",
+            "eval:run_eval",
             PASSAGES
             | STREAMS
             | CODEC
@@ -44,7 +44,7 @@ ALL_STREAMS = EXPECTED_STREAMS | {"mode": "snapshot"}
         ),
         (
             "sweep",
-            "evaluate:run_sweep",
+            "sweep:run_sweep",
             PASSAGES
             | STREAMS
             | CODEC

@@ -17,10 +17,11 @@ from test_kv_vllm_hook import HEADS, LAYERS, LENGTH, WIDTH, Context, LlamaForCau
 from assay.engines.scoring import load_hook
 from assay.engines.vllm.hooks import Request
 from assay.errors import UsageError
-from assay_lab.kv.cache_hook import check_ranks, hook_spec, stream_facts
+from assay_lab.kv.cache_bytes import stream_facts
 from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.calibration import Calibration
-from assay_lab.kv.fit import Bench
+from assay_lab.kv.hook_plan import check_ranks, hook_spec
+from assay_lab.kv.layer_coders import LayerCoders
 from assay_lab.kv.spec import CODECS, WRAPPERS, codec_type, parse_spec, wrapper_type
 
 SHAPE = CacheShape(2, 4, 8, 32, (None, None), "LlamaForCausalLM")
@@ -62,8 +63,8 @@ def rebuilt(codec: str, ranks: int) -> torch.Tensor:
     x *= torch.tensor([1.0, 3.0, 0.2, 8.0])[:, None, None]
     parts = []
     for rank, own in enumerate(x.chunk(ranks)):
-        bench = Bench(SHAPE.of_rank(ranks), None, calibration().of_rank(rank, ranks))
-        parts.append(bench.fit(parse_spec(codec).v, 1, "v").reconstruct(own))  # type: ignore[arg-type]
+        layer_coders = LayerCoders(SHAPE.of_rank(ranks), None, calibration().of_rank(rank, ranks))
+        parts.append(layer_coders.fit(parse_spec(codec).v, 1, "v").reconstruct(own))  # type: ignore[arg-type]
     return torch.cat(parts)
 
 

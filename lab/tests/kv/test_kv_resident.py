@@ -18,10 +18,11 @@ from test_kv_hook import LAYERS, LENGTH, model, windows
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError, UsageError
-from assay_lab.kv.cache_hook import CodecHook, Mode
+from assay_lab.kv.cache_hook import CodecHook
 from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.codecs.samples import Samples, Site
-from assay_lab.kv.fit import Bench
+from assay_lab.kv.hook_plan import Mode
+from assay_lab.kv.layer_coders import LayerCoders
 from assay_lab.kv.resident import HeldStream, resident_cache
 from assay_lab.kv.spec import parse_recipe, parse_spec
 from assay_lab.kv.transforms import Rotary
@@ -43,8 +44,8 @@ PREFIX = 20
 def laboratory(net: Any, spec: str, prefix: int) -> Any:
     """States of the tokens after the prefix, as the laboratory has them."""
     parsed = parse_spec(spec)
-    bench = Bench(cache_shape(net), Rotary(net, LENGTH))
-    coders = bench.fit_all(lambda _, stream: parsed.of(stream)).by_stream
+    layer_coders = LayerCoders(cache_shape(net), Rotary(net, LENGTH))
+    coders = layer_coders.fit_all(lambda _, stream: parsed.of(stream)).by_stream
     hook = CodecHook(coders, Mode.DECODE, LENGTH, measure_windows=0)
     job = ScoreJob(ScoringPath.DECODE, scored_from=prefix + 1, batch=2)
     with hook.attach(net):

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
-from assay_lab.kv.cache_hook import CodecHook, Mode
+from assay_lab.kv.cache_hook import CodecHook
 from assay_lab.kv.calibration import Calibration, read_calibration, write_calibration
+from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.resident import Handover, HeldStream, resident_cache
 from kv.predicting import leaning
 from kv.test_kv_hook import LENGTH, model, windows
-from kv.test_kv_sides import SPEC, bench_of, coders_of
+from kv.test_kv_sides import SPEC, coders_of, layer_coders_of
 
 pytestmark = pytest.mark.engine
 
@@ -35,17 +36,17 @@ def calibrations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Files of the small models' calibrations."""
     folder = tmp_path_factory.mktemp("calibrations")
     for kind in ("llama", "gemma3"):
-        bench = bench_of(kind)
+        layer_coders = layer_coders_of(kind)
         write_calibration(
             folder / kind,
-            Calibration(bench.calibration.tensors, {"cache": bench.shape.to_json()}),  # type: ignore[union-attr]
+            Calibration(layer_coders.calibration.tensors, {"cache": layer_coders.shape.to_json()}),  # type: ignore[union-attr]
         )
     return {kind: folder / kind for kind in ("llama", "gemma3")}
 
 
 def with_file(kind: str, calibrations: dict[str, Path]) -> Any:
-    """The bench with what its file holds, where samples are coded."""
-    return replace(bench_of(kind), calibration=read_calibration(calibrations[kind]))
+    """The layer_coders with what its file holds, where samples are coded."""
+    return replace(layer_coders_of(kind), calibration=read_calibration(calibrations[kind]))
 
 
 def resident(net: Any, cache: Any, prefix: int) -> Any:

@@ -25,7 +25,7 @@ from assay.errors import AssayError
 from assay_lab.kv import serve
 from assay_lab.kv.blocks import BlockTables
 from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
-from assay_lab.kv.fit import Bench
+from assay_lab.kv.layer_coders import LayerCoders
 from assay_lab.kv.serve import (
     ServePlan,
     check_options,
@@ -340,7 +340,7 @@ def test_a_tier_is_a_connector_of_vllm_with_tables_that_are_fitted_once(
     assert extra["size"] == 10**7 and extra["folder"] == str(tmp_path / "kept")
     tables = BlockTables.read(Path(extra["tables"]))
     assert tables.facts.layers == 2 and tables.facts.exact_first == 2 and tables.facts.before_rope
-    monkeypatch.setattr(Bench, "fit_all", None)  # what was fitted is kept
+    monkeypatch.setattr(LayerCoders, "fit_all", None)  # what was fitted is kept
     assert launch_of(plan).command == launch.command
     report = run_serve(replace(plan, dry_run=True), lambda line: None)
     assert report.results["tier"] is None and report.results["dry_run"]

@@ -21,8 +21,8 @@ from assay.demo import vllm_python
 from assay.engines.scoring import ScoreJob, Window
 from assay.engines.vllm.scorer import VllmScorer
 from assay.serving.launch import free_port
-from assay_lab.kv.cache_hook import hook_spec
 from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
+from assay_lab.kv.hook_plan import hook_spec
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -16,11 +16,14 @@ pytest.importorskip("transformers")
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError, UsageError
-from assay_lab.kv.cache_hook import CodecHook, Mode, check_read, stream_facts
+from assay_lab.kv.cache_bytes import check_read, stream_facts
+from assay_lab.kv.cache_hook import CodecHook
 from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.calibrate import capture
 from assay_lab.kv.calibration import Calibration
-from assay_lab.kv.fit import Bench, CoderSet, fitters, predicts
+from assay_lab.kv.fitters import fitters, predicts
+from assay_lab.kv.hook_plan import Mode
+from assay_lab.kv.layer_coders import CoderSet, LayerCoders
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.stream_coder import Track
 from assay_lab.kv.transforms import Rotary
@@ -33,19 +36,19 @@ SPEC = "prerope+sinks(n=2)+pca(step=0.2, classes=2, predict=all)"
 
 
 @cache
-def bench_of(kind: str = "llama") -> Bench:
-    """A bench with a calibration of the small model itself, every layer of which costs as much."""
+def layer_coders_of(kind: str = "llama") -> LayerCoders:
+    """A layer_coders with a calibration of the small model itself, every layer of which costs as much."""
     net = model(kind)
     shape = cache_shape(net)
     scorer = SimpleNamespace(engine=SimpleNamespace(model=net))
     tensors = capture(scorer, windows(12), shape, tokens=480, batch=4)
     tensors["sensitivity"] = torch.full((shape.layers, 2), 0.5)
-    return Bench(shape, Rotary(net, LENGTH), Calibration(tensors, {}))
+    return LayerCoders(shape, Rotary(net, LENGTH), Calibration(tensors, {}))
 
 
-def coders_of(bench: Bench, spec: str, layers: Any = None) -> CoderSet:
+def coders_of(layer_coders: LayerCoders, spec: str, layers: Any = None) -> CoderSet:
     parsed = parse_spec(spec)
-    return bench.fit_all(lambda _, stream: parsed.of(stream), layers)
+    return layer_coders.fit_all(lambda _, stream: parsed.of(stream), layers)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
@@ -74,8 +77,8 @@ def test_the_cache_holds_what_a_decoder_makes_of_the_streams(
     kind: str, mode: Mode, spec: str
 ) -> None:
     net = model(kind)
-    bench = bench_of(kind)
-    coders = coders_of(bench, spec).by_stream
+    layer_coders = layer_coders_of(kind)
+    coders = coders_of(layer_coders, spec).by_stream
     hook = CodecHook(coders, mode, LENGTH, measure_windows=2)
     path = ScoringPath.DECODE if mode is Mode.DECODE else ScoringPath.PREFILL
     with hook.attach(net):
@@ -84,9 +87,9 @@ def test_the_cache_holds_what_a_decoder_makes_of_the_streams(
         cache = hook._cache
     for window in range(2):
         decoded: dict[Any, torch.Tensor] = {}
-        for layer in range(bench.shape.layers):
+        for layer in range(layer_coders.shape.layers):
             for stream in "kv":
-                rotation = bench.rotary.at(layer, 0, LENGTH - 1)  # type: ignore[union-attr]
+                rotation = layer_coders.rotary.at(layer, 0, LENGTH - 1)  # type: ignore[union-attr]
                 x = exact[layer, stream][window].float()
                 x = rotation.remove(x) if stream == "k" else x
                 coder = coders.get((layer, stream))
@@ -109,7 +112,7 @@ def test_the_cache_holds_what_a_decoder_makes_of_the_streams(
 
 
 def test_what_the_decoder_does_not_have_is_no_side() -> None:
-    llama, gemma = bench_of(), bench_of("gemma3")
+    llama, gemma = layer_coders_of(), layer_coders_of("gemma3")
     plain = {key: coder.sides for key, coder in coders_of(llama, SPEC).by_stream.items()}
     assert plain[0, "k"] == ()
     assert plain[0, "v"] == ((0, "k"),)
@@ -123,11 +126,11 @@ def test_what_the_decoder_does_not_have_is_no_side() -> None:
 
 def test_prediction_makes_streams_shorter() -> None:
     """Values that are a linear map of the keys of their token cost next to nothing."""
-    bench = bench_of()
-    tensors = dict(bench.calibration.tensors)  # type: ignore[union-attr]
+    layer_coders = layer_coders_of()
+    tensors = dict(layer_coders.calibration.tensors)  # type: ignore[union-attr]
     for layer in range(4):
         tensors[f"layer_{layer}_v"] = tensors[f"layer_{layer}_k"].flip(-1)
-    known = Bench(bench.shape, bench.rotary, Calibration(tensors, {}))
+    known = LayerCoders(layer_coders.shape, layer_coders.rotary, Calibration(tensors, {}))
     step = "prerope+pca(step=0.05, predict={}, weights=measured, classes=1)"
     found = {}
     for predict in ("none", "k"):
@@ -144,13 +147,13 @@ def test_prediction_makes_streams_shorter() -> None:
 
 
 def test_a_pool_fits_what_one_process_fits() -> None:
-    bench, spec = bench_of(), parse_spec(SPEC)
-    assert predicts(spec, bench.shape)
-    assert not predicts(parse_spec("prerope+pca"), bench.shape)
-    with fitters(bench, 1) as one:
+    layer_coders, spec = layer_coders_of(), parse_spec(SPEC)
+    assert predicts(spec, layer_coders.shape)
+    assert not predicts(parse_spec("prerope+pca"), layer_coders.shape)
+    with fitters(layer_coders, 1) as one:
         here = one.start(spec, range(4))().by_stream
     assert {k: sorted(c.tables) for k, c in here.items()} == {
-        k: sorted(c.tables) for k, c in coders_of(bench, SPEC).by_stream.items()
+        k: sorted(c.tables) for k, c in coders_of(layer_coders, SPEC).by_stream.items()
     }
 
 
@@ -165,29 +168,29 @@ def test_a_pool_fits_what_one_process_fits() -> None:
 )
 def test_sides_that_come_too_late_are_refused(spec: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        coders_of(bench_of(), spec)
+        coders_of(layer_coders_of(), spec)
 
 
 def test_measured_steps_need_what_was_measured() -> None:
     with pytest.raises(UsageError, match="shares one step"):
         parse_spec("pca(bits=3, weights=measured)")
-    bench = bench_of()
-    tensors = {k: v for k, v in bench.calibration.tensors.items() if k != "sensitivity"}  # type: ignore[union-attr]
+    layer_coders = layer_coders_of()
+    tensors = {k: v for k, v in layer_coders.calibration.tensors.items() if k != "sensitivity"}  # type: ignore[union-attr]
     with pytest.raises(AssayError, match="measured sensitivity of layer 0"):
         coders_of(
-            Bench(bench.shape, bench.rotary, Calibration(tensors, {})),
+            LayerCoders(layer_coders.shape, layer_coders.rotary, Calibration(tensors, {})),
             "prerope+pca(step=0.1, weights=measured)",
         )
 
 
 def test_a_prediction_from_too_few_samples_is_refused() -> None:
-    bench = bench_of()
-    known = bench.calibration.tensors  # type: ignore[union-attr]
+    layer_coders = layer_coders_of()
+    known = layer_coders.calibration.tensors  # type: ignore[union-attr]
     few = {
         k: v[:90] if k == "positions" else v[:, :90] if k[-2:] in ("_k", "_v") else v
         for k, v in known.items()
     }
-    short = Bench(bench.shape, bench.rotary, Calibration(few, {}))
+    short = LayerCoders(layer_coders.shape, layer_coders.rotary, Calibration(few, {}))
     coders_of(short, "prerope+pca(step=0.2)", [0])
     with pytest.raises(AssayError, match=r"layer 1, stream k, from 64 channels .* at least 128"):
         coders_of(short, SPEC, [0, 1])

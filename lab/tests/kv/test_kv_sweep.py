@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from assay.errors import AssayError, UsageError
 from assay.report import console
 from assay.verdict import Report
-from assay_lab.kv import evaluate
-from assay_lab.kv.evaluate import choose, curse, identity, pareto_front, specs_in
+from assay_lab.kv import choice, sweep_report
+from assay_lab.kv.choice import choose, pareto_front, selection_bias
+from assay_lab.kv.sweep import identity, specs_in
 from assay_lab.options import SweepPlan
 
 points = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)
@@ -86,18 +87,18 @@ def test_rows_without_a_figure_are_shown_and_not_ranked(
 
 def sweep_report(rows: list[dict[str, Any]], again: dict[str, Any] | None) -> Report:
     """The parts of a sweep's report that are made from its rows."""
-    ranks = evaluate.ranked(rows)
+    ranks = choice.ranked(rows)
     front = [list(ranks)[i] for i in pareto_front(list(ranks.values()))]
     chosen = choose(rows)
-    winner = None if chosen is None else evaluate._winner(rows[chosen], again)
-    verdict, findings = evaluate._judged(rows, winner)
+    winner = None if chosen is None else choice.winner_of(rows[chosen], again)
+    verdict, findings = choice.judged(rows, winner)
     return Report(
         "kv sweep",
         verdict,
-        findings=[*findings, *evaluate._not_ranked(rows, ranks)],
+        findings=[*findings, *sweep_report.not_ranked(rows, ranks)],
         results={"rows": rows, "winner": winner},
-        headline=evaluate._headline(rows, winner),
-        blocks=evaluate._blocks(rows, front) if rows else [],
+        headline=sweep_report.headline_of(rows, winner),
+        blocks=sweep_report.blocks_of_rows(rows, front) if rows else [],
     )
 
 
@@ -108,7 +109,7 @@ def report_text(report: Report) -> str:
 
 
 def test_the_winners_curse_has_the_error_of_both_measurements() -> None:
-    found = curse((0.010, 0.0003), (0.012, 0.0004))
+    found = selection_bias((0.010, 0.0003), (0.012, 0.0004))
     assert found["value"] == pytest.approx(0.002)
     assert found["hi"] - found["lo"] == pytest.approx(2 * 1.959964 * 0.0005)
 
@@ -144,15 +145,16 @@ def test_rows_belong_to_windows_and_tables(tmp_path: Path) -> None:
 def test_other_processes_fit_the_same_coders() -> None:
     torch = pytest.importorskip("torch")
     from assay_lab.kv.cache_shape import CacheShape
-    from assay_lab.kv.fit import Bench, fitters
+    from assay_lab.kv.fitters import fitters
+    from assay_lab.kv.layer_coders import LayerCoders
     from assay_lab.kv.spec import parse_spec
 
-    bench = Bench(CacheShape(3, 2, 4, 16, (None,) * 3, "M"))
+    layer_coders = LayerCoders(CacheShape(3, 2, 4, 16, (None,) * 3, "M"))
     x = torch.randn(2, 20, 16)
-    with fitters(bench, 2) as pool:
+    with fitters(layer_coders, 2) as pool:
         coders = pool.fit(parse_spec("k:hadamard(bits=3)"), [0, 2])
         assert set(coders.by_stream) == {(0, "k"), (2, "k")}
-        alone = bench.fit(parse_spec("k:hadamard(bits=3)").k, 2, "k")  # type: ignore[arg-type]
+        alone = layer_coders.fit(parse_spec("k:hadamard(bits=3)").k, 2, "k")  # type: ignore[arg-type]
         assert coders.by_stream[2, "k"].encode(x) == alone.encode(x)
         with pytest.raises(AssayError, match="calibration") as caught:
             pool.fit(parse_spec("mean+fp8"), [0])

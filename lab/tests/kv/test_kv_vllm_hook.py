@@ -13,7 +13,8 @@ transformers = pytest.importorskip("transformers")
 from assay.engines.scoring import load_hook
 from assay.engines.vllm.hooks import Request
 from assay.errors import AssayError
-from assay_lab.kv.cache_hook import hook_spec, measured_bytes, stream_facts
+from assay_lab.kv.cache_bytes import measured_bytes, stream_facts
+from assay_lab.kv.hook_plan import hook_spec
 
 LAYERS, HEADS, WIDTH, LENGTH = 3, 2, 16, 21
 

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 from assay.engines.vllm.hooks import Request
 from assay.errors import AssayError
-from assay_lab.kv.cache_hook import Mode
-from assay_lab.kv.vllm import Lane
+from assay_lab.kv.hook_plan import Mode
+from assay_lab.kv.vllm.stream import VllmStream
 from kv.test_kv_hook import Rounding
 
 HEADS, WIDTH = 2, 4
@@ -37,7 +37,7 @@ class Batch:
     the engine would.
     """
 
-    def __init__(self, lane: Lane, sequences: dict[str, Any], prefix: int) -> None:
+    def __init__(self, lane: VllmStream, sequences: dict[str, Any], prefix: int) -> None:
         self.lane, self.sequences, self.prefix = lane, sequences, prefix
         self.cache = {name: torch.empty(0, HEADS, WIDTH) for name in sequences}
         self.at = dict.fromkeys(sequences, 0)
@@ -75,9 +75,9 @@ def rounded(x: Any, coder: Rounding, end: int) -> Any:
     return found
 
 
-def lane(coder: Rounding, mode: Mode) -> Lane:
+def lane(coder: Rounding, mode: Mode) -> VllmStream:
     stateful = mode is not Mode.INFORWARD or coder.granularity > 1 or coder.exact_last > 0
-    return Lane((0, "k"), coder, mode, stateful=stateful)
+    return VllmStream((0, "k"), coder, mode, stateful=stateful)
 
 
 @pytest.mark.parametrize("coder", CODERS)
@@ -123,7 +123,9 @@ def test_what_settles_is_what_is_kept(coder: Rounding | None) -> None:
     sequences = {"a": tokens(1, 30), "b": tokens(2, 30), "c": tokens(3, 30)}
     batches = [
         Batch(
-            Lane((0, "k"), coder, Mode.DECODE, stateful=True, settles=settles), sequences, prefix=12
+            VllmStream((0, "k"), coder, Mode.DECODE, stateful=True, settles=settles),
+            sequences,
+            prefix=12,
         )
         for settles in (False, True)
     ]
@@ -166,7 +168,9 @@ def test_snapshot_gives_what_the_first_pass_saw(coder: Rounding) -> None:
 
 def test_an_uncoded_stream_passes() -> None:
     for mode in Mode:
-        batch = Batch(Lane((0, "v"), None, mode, stateful=True), {"a": tokens(1, 9)}, prefix=4)
+        batch = Batch(
+            VllmStream((0, "v"), None, mode, stateful=True), {"a": tokens(1, 9)}, prefix=4
+        )
         for lo, hi in pairwise((0, 4, 5, 9)):
             batch.step({"a": hi - lo})
         assert torch.equal(batch.cache["a"], tokens(1, 9))

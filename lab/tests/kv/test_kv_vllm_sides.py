@@ -14,9 +14,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from assay.engines.vllm.hooks import Request
-from assay_lab.kv.cache_hook import CodecHook, HookPlan, Mode, stream_facts
-from assay_lab.kv.fit import CoderSet
-from assay_lab.kv.vllm import VllmCodecHook, lanes_of
+from assay_lab.kv.cache_bytes import stream_facts
+from assay_lab.kv.cache_hook import CodecHook
+from assay_lab.kv.hook_plan import HookPlan, Mode
+from assay_lab.kv.layer_coders import CoderSet
+from assay_lab.kv.vllm.hook import VllmCodecHook, streams_of
 from kv.predicting import leaning
 from kv.test_kv_hook import Rounding
 
@@ -48,7 +50,7 @@ class Fixed(HookPlan):
 
     ready: Any = field(default_factory=dict)
 
-    def coders(self, bench: Any) -> CoderSet:
+    def coders(self, layer_coders: Any) -> CoderSet:
         return CoderSet(self.ready)
 
 
@@ -230,9 +232,9 @@ def test_what_is_predicted_from_is_wanted_before_rope_and_kept_only_where_it_is_
         "post_rope",
     ]
     for mode, recorded in ((Mode.DECODE, True), (Mode.INFORWARD, False)):
-        lanes = lanes_of(all_of(exact=((0, "k"), (0, "v"))), LAYERS, mode)
+        lanes = streams_of(all_of(exact=((0, "k"), (0, "v"))), LAYERS, mode)
         assert [lanes[0, s].recorded for s in "kv"] == [recorded] * 2
-    lanes = lanes_of(all_of(0, 4, exact=((0, "k"), (0, "v"))), LAYERS, Mode.DECODE)
+    lanes = streams_of(all_of(0, 4, exact=((0, "k"), (0, "v"))), LAYERS, Mode.DECODE)
     assert not lanes[0, "k"].settles
 
 

@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from assay.errors import AssayError, UsageError
-from assay_lab.kv.evaluate import run_eval
+from assay_lab.kv.eval import run_eval
 from assay_lab.kv.pages import CODEC
 from assay_lab.kv.pages import layout as lay
 from assay_lab.kv.pages.source import Source, check_model, shape_of

@@ -19,9 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.errors import AssayError
-from assay_lab.kv import tier as kv_tier
 from assay_lab.kv.blocks import BlockCodec, BlockRefused
-from assay_lab.kv.tier import BlockStore, LmcacheSerde, Load, Mover, Planner, Save, keys_of
+from assay_lab.kv.tier import store as tier_store
+from assay_lab.kv.tier.lmcache import LmcacheSerde
+from assay_lab.kv.tier.scheduler import Load, Save, TierScheduler, keys_of
+from assay_lab.kv.tier.store import BlockStore
+from assay_lab.kv.tier.transfer import TierWorker
 from kv.tier_samples import LAYERS, WIDTH, drawn, sample, turned
 
 PAGE, BLOCK = 8, 16
@@ -104,7 +107,7 @@ def test_a_folder_that_cannot_be_written_loses_blocks_and_nothing_else(
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kv_tier, "write_atomically", full)
+    monkeypatch.setattr(tier_store, "write_atomically", full)
     assert not store.put(name(2), b"two")
     assert store.counters.write_failed == 1 and store.get(name(1)) == b"one"
     assert name(2) not in store and store.total == 3
@@ -146,8 +149,8 @@ class Engine:
         self.codec = codec or BlockCodec(sample().tables, 2)
         self.store = BlockStore(folder, most)
         self.pages = Fake()
-        self.planner = Planner(self.store, self.codec.tables.digest, BLOCK, PAGE)
-        self.mover = Mover(self.store, self.codec, self.pages, BLOCK, PAGE)
+        self.planner = TierScheduler(self.store, self.codec.tables.digest, BLOCK, PAGE)
+        self.mover = TierWorker(self.store, self.codec, self.pages, BLOCK, PAGE)
         self.count = 0
 
     def model(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -240,9 +243,9 @@ def test_a_damaged_block_is_computed_again_and_counted_and_never_read(
         path.write_bytes(bytes(raw[:-9]))
     elif damage == "swapped":
         path.write_bytes(engine.store._path(keys[2]).read_bytes())
-    match = Planner.match
+    match = TierScheduler.match
 
-    def then_gone(self: Planner, *given: object) -> int:
+    def then_gone(self: TierScheduler, *given: object) -> int:
         found = match(self, *given)  # type: ignore[arg-type]
         path.unlink()
         return found

@@ -288,7 +288,7 @@ def test_lmcache_takes_the_serialiser_and_misses_a_damaged_chunk(tmp_path: Path)
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
-    from assay_lab.kv.tier import register_lmcache
+    from assay_lab.kv.tier.lmcache import register_lmcache
 
     def held(x: torch.Tensor) -> Any:
         raw = x.contiguous().view(torch.uint8).flatten()

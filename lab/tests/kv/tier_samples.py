@@ -11,7 +11,7 @@ from assay_lab.kv import blocks as kv_blocks
 from assay_lab.kv.blocks import BlockTables
 from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.calibration import Calibration
-from assay_lab.kv.fit import Bench, CoderSet
+from assay_lab.kv.layer_coders import CoderSet, LayerCoders
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.transforms import Rotary, Rotation
 
@@ -59,7 +59,7 @@ def sample(spec: str = SPEC, model: str = "m", seed: int = 0) -> Sample:
     rotary = Rotary.__new__(Rotary)
     rotary._by_type = {"all": Rotation(torch.ones(1500, DIM), torch.zeros(1500, DIM))}
     rotary._types = ["all"] * LAYERS
-    coders = Bench(shape, rotary, Calibration(tensors, {})).fit_all(
+    coders = LayerCoders(shape, rotary, Calibration(tensors, {})).fit_all(
         lambda _, stream: parsed.of(stream)
     )
     inv_freq = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)

@@ -62,8 +62,9 @@ from assay_lab.gap.phases import (
 )
 from assay_lab.gap.plan import Configuration, Corners, GapPlan, Step, must_be_tried
 from assay_lab.gap.report import blocks, findings_of, headline, measured_table, verdict_of
-from assay_lab.kv.cache_hook import NOTE
-from assay_lab.kv.lab import Measured, Unfinished
+from assay_lab.kv.cache_bytes import NOTE
+from assay_lab.kv.interruption import Unfinished
+from assay_lab.kv.measured import Measured
 from assay_lab.options import PHASES
 
 SIDES = ("reference", "candidate")

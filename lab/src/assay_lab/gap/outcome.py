@@ -15,7 +15,7 @@ from assay.stats.equivalence import MIN_WINDOWS
 from assay_lab.gap.buckets import Amount, Decomposition, Effect, aligned, effect, own_effect
 from assay_lab.gap.phases import Attribution, Bench, NoiseCurve, StreamResidual, attribute
 from assay_lab.gap.plan import Configuration, Corners, GapPlan, span
-from assay_lab.kv.lab import Measured
+from assay_lab.kv.measured import Measured
 from assay_lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
 
 REPEAT_SHARE = 0.1

@@ -48,9 +48,11 @@ from assay_lab.gap.plan import (
     planned_runs,
     with_placement,
 )
-from assay_lab.kv.cache_hook import Mode, measured_bytes, stream_facts
+from assay_lab.kv.cache_bytes import measured_bytes, stream_facts
 from assay_lab.kv.calibration import read_calibration
-from assay_lab.kv.lab import LEAST_CODED, Measured, Scoring, kept_measurements, measure_kept
+from assay_lab.kv.hook_plan import Mode
+from assay_lab.kv.measured import Measured, Scoring, kept_measurements, measure_kept
+from assay_lab.kv.opening import LEAST_CODED
 from assay_lab.kv.sensitivity import NoiseGrowth, noise_growth
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.stream_coder import Key, StreamFacts

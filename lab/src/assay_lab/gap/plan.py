@@ -19,8 +19,8 @@ from assay.engines.vllm.start import parse_spec as parse_vllm
 from assay.errors import AssayError, UsageError
 from assay.fidelity.names import label_of
 from assay.fidelity.plan import Plan
-from assay_lab.kv.cache_hook import hook_spec, path_of
-from assay_lab.kv.evaluate import require_no_calibration
+from assay_lab.kv.eval import require_no_calibration
+from assay_lab.kv.hook_plan import hook_spec, path_of
 from assay_lab.kv.serve import check_full_attention, known_architecture
 from assay_lab.kv.spec import parse_spec
 from assay_lab.options import GapOptions

@@ -39,7 +39,7 @@ from assay.errors import AssayError
 from assay.runs import cache_dir, write_atomically
 from assay_lab.kv import rans
 from assay_lab.kv.codecs.pca_entropy import ESCAPE, RADIUS, RangeCoder, code_lengths, radii
-from assay_lab.kv.fit import Bench, CoderSet
+from assay_lab.kv.layer_coders import CoderSet, LayerCoders
 from assay_lab.kv.pages.source import BLOCKS, source_of
 from assay_lab.kv.spec import KvSpec, parse_spec
 from assay_lab.kv.stream_coder import Key
@@ -290,7 +290,7 @@ def tables_for(model: str, codec: str, calibration: str | None, folder: Path) ->
         if kept.facts.model == weights and kept.facts.spec == str(spec):
             return kept
     try:
-        coders = Bench(source.shape, source.rotary, source.calibration).fit_all(
+        coders = LayerCoders(source.shape, source.rotary, source.calibration).fit_all(
             lambda _, stream: spec.of(stream)
         )
     except torch.linalg.LinAlgError as error:

@@ -16,7 +16,6 @@ from assay.environment import describe
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Metric, Report, Verdict
-from assay_lab.kv.cache_hook import Mode, observed_cache
 from assay_lab.kv.cache_shape import CacheShape, cache_shape
 from assay_lab.kv.calibration import (
     Calibration,
@@ -26,8 +25,11 @@ from assay_lab.kv.calibration import (
     without_passages,
     write_calibration,
 )
-from assay_lab.kv.fit import Bench
-from assay_lab.kv.lab import Lab, open_lab
+from assay_lab.kv.evaluator import CodecEvaluator, Fitting, Passages, ScoringSetup
+from assay_lab.kv.hook_plan import Mode
+from assay_lab.kv.layer_coders import LayerCoders
+from assay_lab.kv.observed_cache import observed_cache
+from assay_lab.kv.opening import ModelOnText, open_evaluator
 from assay_lab.kv.sensitivity import alone, count_alone
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.stream_coder import FittedCodec
@@ -152,25 +154,27 @@ PROBE = "prerope+sinks(n=4)+pca(step=0.5, classes=1, rdo=0)"
 _TOKENS = 2048
 
 
-def measure_sensitivity(lab: Lab) -> torch.Tensor:
+def measure_sensitivity(lab: CodecEvaluator) -> torch.Tensor:
     """Nats for an error of 1 a token in the metric of each stream, float32 [layers, 2] of keys and
     values.
     """
-    spec, bench = parse_spec(PROBE), lab.bench
-    found = torch.zeros(bench.shape.layers, 2)
-    lab.expect(count_alone(bench.shape, spec, "stream"))
+    spec, layer_coders = parse_spec(PROBE), lab.layer_coders
+    found = torch.zeros(layer_coders.shape.layers, 2)
+    lab.expect(count_alone(layer_coders.shape, spec, "stream"))
     for part in alone(lab, spec, "stream"):
         layer, stream = part["layer"], part["stream"]
-        coder = bench.fit_all(lambda _, s: spec.of(s), [layer], stream).by_stream[layer, stream]
-        found[layer, "kv".index(stream)] = part["kld"]["value"] / _mean_error(bench, coder)
+        coder = layer_coders.fit_all(lambda _, s: spec.of(s), [layer], stream).by_stream[
+            layer, stream
+        ]
+        found[layer, "kv".index(stream)] = part["kld"]["value"] / _mean_error(layer_coders, coder)
     return found
 
 
-def _mean_error(bench: Bench, coder: FittedCodec) -> float:
+def _mean_error(layer_coders: LayerCoders, coder: FittedCodec) -> float:
     """Mean of e M eᵀ over samples behind the sinks."""
-    if bench.calibration is None:
+    if layer_coders.calibration is None:
         raise ValueError("errors are measured on the samples of a calibration")
-    samples = bench.calibration.samples(coder.site, before_rope=True, rotary=None)
+    samples = layer_coders.calibration.samples(coder.site, before_rope=True, rotary=None)
     x = samples.need_x("the sensitivity")
     if samples.positions is not None:
         x = x[:, samples.positions >= coder.exact_first]
@@ -191,14 +195,8 @@ def run_calibrate(plan: CalibrationPlan, progress: Progress = NO_PROGRESS) -> Re
             f"a calibration holds all heads of all layers, which {ranks} ranks share",
             "calibrate with one rank, or hf:MODEL; the file serves any number of ranks",
         )
-    with open_lab(
-        plan.model,
-        plan.text,
-        windows=plan.windows,
-        length=plan.length,
-        any_engine=True,
-        progress=progress,
-    ) as opened:
+    request = ModelOnText(plan.model, plan.text, plan.windows, plan.length, any_engine=True)
+    with open_evaluator(request, progress=progress) as opened:
         windows, text = opened.windows, opened.text
         tensors, cache = captured(opened.engine, windows, plan, progress)
         if plan.sensitivity:
@@ -243,23 +241,26 @@ def captured(
             engine, windows, shape, tokens=plan.tokens, batch=plan.batch, progress=progress
         )
         return tensors, shape.to_json()
-    from assay_lab.kv.vllm import capture_in_vllm
+    from assay_lab.kv.vllm.capture import capture_in_vllm
 
     return capture_in_vllm(engine, windows, tokens=plan.tokens, batch=plan.batch, progress=progress)
 
 
-def _probing(opened: Lab, plan: CalibrationPlan, tensors: dict[str, torch.Tensor]) -> Lab:
-    """A lab on some of the windows, spread over all, whose coders are fitted to what was just
-    captured.
+def _probing(
+    opened: CodecEvaluator, plan: CalibrationPlan, tensors: dict[str, torch.Tensor]
+) -> CodecEvaluator:
+    """An evaluator on some of the windows, spread over all, whose coders are fitted to what was
+    just captured.
     """
     windows = opened.windows
-    return Lab(
+    some = windows[:: max(1, len(windows) // plan.sensitivity)][: plan.sensitivity]
+    return CodecEvaluator(
         opened.engine,
-        opened.spec,
-        windows[:: max(1, len(windows) // plan.sensitivity)][: plan.sensitivity],
-        Mode.INFORWARD,
-        plan.batch,
-        bench=replace(opened.bench, calibration=Calibration(tensors, {})),
-        about=["captured from", [w.sha256 for w in windows], plan.tokens],
-        progress=opened.progress,
+        ScoringSetup(opened.setup.spec, Mode.INFORWARD, plan.batch),
+        Passages(some),
+        Fitting(
+            replace(opened.layer_coders, calibration=Calibration(tensors, {})),
+            about=["captured from", [w.sha256 for w in windows], plan.tokens],
+        ),
+        opened.progress,
     )

@@ -35,7 +35,9 @@ from assay.engines.vllm.hooks import REPORT
 from assay.engines.vllm.start import let_numba_be_looked_into
 from assay.errors import AssayError
 from assay_lab.kv.blocks import BlockCodec, BlockTables, weights_digest
-from assay_lab.kv.tier import BlockStore, Load, Mover, Planner, Save, write_counters
+from assay_lab.kv.tier.scheduler import Load, Save, TierScheduler
+from assay_lab.kv.tier.store import BlockStore, write_counters
+from assay_lab.kv.tier.transfer import TierWorker
 
 let_numba_be_looked_into()
 _LOG = logging.getLogger("assay.kv")
@@ -95,10 +97,10 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise
         page = self._spec.block_size
         self._block = -(-int(extra.get("block", BLOCK)) // page) * page
-        self._planner = Planner(self._store, self._codec.tables.digest, self._block, page)
+        self._planner = TierScheduler(self._store, self._codec.tables.digest, self._block, page)
         self._loads: list[Load] = []
         self._failed: set[int] = set()
-        self._mover: Mover | None = None
+        self._mover: TierWorker | None = None
         self._told = 0.0
 
     # Scheduler.
@@ -179,7 +181,7 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             codec.warm(self._block)
             encoder = GpuEncoder(codec)
             encoder.warm(self._block)
-        self._mover = Mover(
+        self._mover = TierWorker(
             self._store, codec, pages, self._block, self._spec.block_size, encoder=encoder
         )
         self._tell(now=True)
@@ -224,7 +226,7 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._store.clear()
         return True
 
-    def _workers(self) -> Mover:
+    def _workers(self) -> TierWorker:
         if self._mover is None:
             raise RuntimeError("vLLM has not registered its caches")
         return self._mover
@@ -326,7 +328,7 @@ class VllmPages:
         return Target(first, table, first.stride(0))
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """See `assay_lab.kv.tier.Pages`."""
+        """See `assay_lab.kv.tier.transfer.Pages`."""
         some = self._sent(torch.tensor(pages))
         parts = []
         for _, cache in self._layers:
@@ -335,7 +337,7 @@ class VllmPages:
         return torch.stack(parts)
 
     def write(self, slots: NDArray[np.int64], x: torch.Tensor) -> None:
-        """See `assay_lab.kv.tier.Pages`."""
+        """See `assay_lab.kv.tier.transfer.Pages`."""
         where = self._sent(torch.from_numpy(slots))
         for (module, cache), rows in zip(self._layers, x, strict=True):
             k, v = rows.to(cache.device, cache.dtype).view(2, -1, self._heads, self._dim)

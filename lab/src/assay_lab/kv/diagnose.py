@@ -27,8 +27,9 @@ from assay.verdict import (
 )
 from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.calibrate import Capture
-from assay_lab.kv.fit import kept_layers, last_readers
-from assay_lab.kv.lab import open_lab
+from assay_lab.kv.layer_coders import kept_layers
+from assay_lab.kv.opening import ModelOnText, open_evaluator
+from assay_lab.kv.predictors import last_readers
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.stream_coder import Key
 from assay_lab.kv.transforms import Rotary, Rotation
@@ -533,17 +534,13 @@ def run_diagnose(plan: DiagnosisPlan, progress: Progress = NO_PROGRESS) -> Repor
     """Capture keys, values and queries, code them, and say what was lost where."""
     spec = parse_spec(plan.codec)
     spec.require(plan.streams)
-    with open_lab(
-        plan.model,
-        plan.text,
-        windows=plan.windows,
-        length=plan.length,
-        calibration=plan.calibration,
-        progress=progress,
-    ) as lab:
-        shape, text = lab.bench.shape, lab.text
+    request = ModelOnText(
+        plan.model, plan.text, plan.windows, plan.length, calibration=plan.calibration
+    )
+    with open_evaluator(request, progress=progress) as lab:
+        shape, text = lab.layer_coders.shape, lab.text
         layers = kept_layers(shape, plan.skip_layers)
-        coders = lab.bench.fit_all(
+        coders = lab.layer_coders.fit_all(
             lambda _, stream: spec.of(stream), layers, plan.streams
         ).by_stream
         traffic = watch(

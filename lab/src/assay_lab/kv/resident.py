@@ -30,7 +30,8 @@ from assay.errors import AssayError, UsageError
 from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.calibration import Calibration, read_calibration
 from assay_lab.kv.codecs.samples import Samples, Site
-from assay_lab.kv.fit import Bench, CoderSet, last_readers
+from assay_lab.kv.layer_coders import CoderSet, LayerCoders
+from assay_lab.kv.predictors import last_readers
 from assay_lab.kv.spec import KvSpec, parse_spec
 from assay_lab.kv.stream_coder import Coders, Key
 from assay_lab.kv.transforms import Rotary
@@ -122,7 +123,7 @@ def resident_cache(
         known.check_model(shape)
     rotary = Rotary(model, length)
     spec = parse_spec(codec)
-    coders = Bench(shape, rotary, known).fit_all(lambda _, stream: spec.of(stream))
+    coders = LayerCoders(shape, rotary, known).fit_all(lambda _, stream: spec.of(stream))
     return compressed(_cache_type()(config=model.config), coders, rotary, length)
 
 
@@ -591,8 +592,8 @@ class Attached:
             _LONGEST, getattr(config, "max_position_embeddings", None) or _LONGEST
         )
         self._rotary = Rotary(model, self.length)
-        bench = Bench(shape, self._rotary, codec.calibration)
-        self._coders: CoderSet = bench.fit_all(lambda _, stream: codec.spec.of(stream))
+        layer_coders = LayerCoders(shape, self._rotary, codec.calibration)
+        self._coders: CoderSet = layer_coders.fit_all(lambda _, stream: codec.spec.of(stream))
         self._seen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._hooks: list[Any] = []
         self._ran = False

@@ -21,8 +21,11 @@ from assay.progress import NO_PROGRESS, Progress
 from assay.stats import Interval, Resampling, cluster_ratio, not_negative, resampled_counts
 from assay.verdict import Chart, Metric, Point, Report, Series, Table, Verdict
 from assay_lab.kv.cache_shape import CacheShape
-from assay_lab.kv.fit import kept_layers
-from assay_lab.kv.lab import Lab, Measured, Unfinished, open_planned
+from assay_lab.kv.evaluator import CodecEvaluator
+from assay_lab.kv.interruption import Unfinished
+from assay_lab.kv.layer_coders import kept_layers
+from assay_lab.kv.measured import Measured
+from assay_lab.kv.opening import ModelOnText, Work, open_evaluator
 from assay_lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
 from assay_lab.kv.stream_coder import Key
 from assay_lab.options import EXACT_BITS, AllocationPlan, AttributionPlan, NoisePlan
@@ -40,15 +43,12 @@ def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Re
     spec, budget = parse_spec(plan.codec), Budget.of(plan.budget, plan.quick, QUICK_MINUTES)
     parts: list[dict[str, Any]] = []
     joint: dict[str, Any] | None = None
-    with open_planned(
-        plan,
-        budget=budget,
-        codecs=lambda shape: 1 + count_alone(shape, spec, plan.each, plan.skip_layers),
-        least_codecs=2,
-        progress=progress,
-    ) as lab:
+    work = Work(
+        budget, lambda shape: 1 + count_alone(shape, spec, plan.each, plan.skip_layers), least=2
+    )
+    with open_evaluator(ModelOnText.of(plan), work, progress) as lab:
         plan = replace(plan, windows=len(lab.windows), length=lab.length)
-        shape = lab.bench.shape
+        shape = lab.layer_coders.shape
         count = count_alone(shape, spec, plan.each, plan.skip_layers)
         with Unfinished(lambda: joint) as cut:
             measured = lab.measure(
@@ -110,10 +110,10 @@ def count_alone(shape: CacheShape, spec: KvSpec, each: str, skip_layers: Sequenc
 
 
 def alone(
-    lab: Lab, spec: KvSpec, each: str, skip_layers: Sequence[int] = ()
+    lab: CodecEvaluator, spec: KvSpec, each: str, skip_layers: Sequence[int] = ()
 ) -> Iterator[dict[str, Any]]:
     """Figures of every layer (or `each` stream of a layer) coded alone, in order."""
-    for layer in kept_layers(lab.bench.shape, skip_layers):
+    for layer in kept_layers(lab.layer_coders.shape, skip_layers):
         for streams in ("k", "v") if each == "stream" else ("kv",):
             if any(spec.of(s) for s in streams):
                 measured = lab.measure(
@@ -206,12 +206,8 @@ def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Repo
     bits: dict[Key, float] = {}
     measured: dict[str, dict[str, Any]] = {}
     predicted: float | None = None
-    with open_planned(
-        plan,
-        budget=budget,
-        codecs=lambda shape: AFTER + count_alone(shape, spec, plan.each),
-        progress=progress,
-    ) as lab:
+    work = Work(budget, lambda shape: AFTER + count_alone(shape, spec, plan.each))
+    with open_evaluator(ModelOnText.of(plan), work, progress) as lab:
         plan = replace(plan, windows=len(lab.windows), length=lab.length)
         with Unfinished(lambda: parts) as cut:
             for part in alone(lab, spec, plan.each):
@@ -222,7 +218,7 @@ def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Repo
                     )
                     break
                 parts.append(part)
-            if len(parts) == count_alone(lab.bench.shape, spec, plan.each):
+            if len(parts) == count_alone(lab.layer_coders.shape, spec, plan.each):
                 sensitivity = {
                     (p["layer"], p["stream"]): (p["kld"]["value"], start[p["stream"]])
                     for p in parts
@@ -358,7 +354,7 @@ class _Search:
 
     plan: AllocationPlan
     spec: KvSpec
-    probe: Lab
+    probe: CodecEvaluator
 
     def aim(self, choose: Callable[[float], dict[Key, float]]) -> dict[Key, float]:
         """The choice that comes closest to the ratio from above, within 1 %; UsageError where none
@@ -548,8 +544,8 @@ def run_noise(plan: NoisePlan, progress: Progress = NO_PROGRESS) -> Report:
     """Measure every size of noise. Interrupted, the report holds the sizes that were measured."""
     sigmas = sorted(set(plan.sigmas))
     points: dict[_Part, list[dict[str, Any]]] = {}
-    with open_planned(plan, progress=progress) as lab:
-        shape = lab.bench.shape
+    with open_evaluator(ModelOnText.of(plan), progress=progress) as lab:
+        shape = lab.layer_coders.shape
         layers = kept_layers(shape, plan.skip_layers)
         parts = _parts(plan, layers)
         with Unfinished(lambda: points) as cut:

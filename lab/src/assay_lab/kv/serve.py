@@ -32,8 +32,8 @@ from assay.environment import describe
 from assay.errors import AssayError
 from assay.runs import cache_dir
 from assay.verdict import Metric, Report, Verdict
-from assay_lab.kv.cache_hook import Mode, hook_spec
 from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.hook_plan import Mode, hook_spec
 from assay_lab.kv.pages import BLOCK, CODEC, PAGES, refuse_wrapped
 from assay_lab.kv.spec import parse_spec
 from assay_lab.options import ServePlan

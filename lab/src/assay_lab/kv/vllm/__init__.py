@@ -1,0 +1,1 @@
+"""Codecs inside a running vLLM, and captures of its cache."""
