@@ -38,10 +38,15 @@ VERBS: dict[str, list[str]] = {
         "fidelity/budget.py:Budget.results",
     ],
     "reference": ["fidelity/reference.py:keep_reference", "fidelity/reference.py:_write_base"],
-    "kv eval": ["lab/kv/evaluate.py:run_eval", "fidelity/budget.py:Budget.results"],
+    "kv eval": [
+        "lab/kv/eval.py:facts_of",
+        "lab/kv/eval.py:report",
+        "fidelity/budget.py:Budget.results",
+    ],
     "kv sweep": [
-        "lab/kv/evaluate.py:run_sweep",
-        "lab/kv/evaluate.py:_row",
+        "lab/kv/sweep.py:run_sweep",
+        "lab/kv/sweep.py:_report",
+        "lab/kv/sweep.py:_row",
         "fidelity/budget.py:Budget.results",
     ],
     "kv attribute": ["lab/kv/sensitivity.py:run_attribute", "fidelity/budget.py:Budget.results"],

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from assay.engines.scoring import TokenizerFacts
 from assay.errors import AssayError
 from assay.verdict import Severity
-from assay_lab.kv import lab
+from assay_lab.kv import opening
 from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay_lab.kv.eval import run_eval
 from assay_lab.options import EvalPlan
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Tiny:
     engine = Tiny()
-    monkeypatch.setattr(lab, "open_scorer", lambda spec: engine)
+    monkeypatch.setattr(opening, "open_scorer", lambda spec: engine)
     return engine
 
 

@@ -27,7 +27,8 @@ from assay.fidelity.budget import Budget, OutOfTime
 from assay.fidelity.pace import Pace
 from assay.fidelity.plan import Plan
 from assay.verdict import Severity, Verdict
-from assay_lab.kv import lab as lab_module
+from assay_lab.kv import evaluator as evaluator_module
+from assay_lab.kv import opening
 from assay_lab.kv import sweep as sweep_module
 from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.eval import run_eval
@@ -35,6 +36,7 @@ from assay_lab.kv.evaluator import CodecEvaluator, Fitting, Passages, ScoringSet
 from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.interruption import Unfinished
 from assay_lab.kv.layer_coders import LayerCoders
+from assay_lab.kv.opening import Work
 from assay_lab.kv.sensitivity import run_allocate, run_attribute, run_noise
 from assay_lab.kv.sweep import run_sweep
 from assay_lab.kv.transforms import Rotary
@@ -84,6 +86,12 @@ class Tiny(HfScorer):
                 raise self.failure
             self.scored.append(("codec" if job.hook else "exact", rows.window.index))
             yield rows
+
+
+def set_pace(monkeypatch: pytest.MonkeyPatch, measure: Any) -> None:
+    """`measure` in place of what finds the speed of a model."""
+    for module in (opening, evaluator_module):
+        monkeypatch.setattr(module, "measure_pace", measure)
 
 
 def lab(
@@ -223,7 +231,7 @@ PARTS = {
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Tiny:
     engine = Tiny()
-    monkeypatch.setattr(lab_module, "open_scorer", lambda spec: engine)
+    monkeypatch.setattr(opening, "open_scorer", lambda spec: engine)
     return engine
 
 
@@ -273,7 +281,7 @@ def test_an_error_half_way_shows_what_there_is(tiny: Tiny) -> None:
 def test_a_budget_that_ends_names_the_parts_that_it_left_out(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lab_module, "measure_pace", lambda *_: Pace(1e-6, 1e-6))
+    set_pace(monkeypatch, lambda *_: Pace(1e-6, 1e-6))
     monkeypatch.setattr(
         Budget, "left", lambda self: 17.0 - len(tiny.scored)
     )  # the exact cache, all parts, two alone
@@ -330,7 +338,7 @@ def test_intervals_of_kl_do_not_go_below_zero(tiny: Tiny) -> None:
 def test_a_sweep_whose_time_ends_behind_the_exact_cache_says_what_it_left_out(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lab_module, "measure_pace", lambda *_: Pace(1e-6, 1e-6))
+    set_pace(monkeypatch, lambda *_: Pace(1e-6, 1e-6))
     plan = SweepPlan(
         "hf:small", codecs=("fp8",), windows=8, fresh=8, length=LENGTH, batch=8, budget=5.0
     )
@@ -357,7 +365,7 @@ def test_where_one_token_at_a_time_does_not_fit_some_are_fed_together(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paces = {"decode": Pace(1.0, 1e-6), "chunked": Pace(1e-6, 1e-6)}
-    monkeypatch.setattr(lab_module, "measure_pace", lambda engine, plan, text: paces[plan.path])
+    set_pace(monkeypatch, lambda engine, plan, text: paces[plan.path])
     plan = SweepPlan(
         "hf:small", codecs=("fp8",), windows=8, fresh=0, length=LENGTH, batch=8, budget=1.0
     )
@@ -411,17 +419,17 @@ def test_where_not_all_codecs_fit_the_first_ones_are_measured(
 ) -> None:
     """A budget of 3 minutes, and the speed of Qwen2.5 0.5B by decode on two busy cores."""
     pace = Pace(score=0.012, compare=0.0015)
-    monkeypatch.setattr(lab_module, "measure_pace", lambda *_: pace)
+    set_pace(monkeypatch, lambda *_: pace)
     plan = Plan("hf:small", ("hf:small",), windows=16, length=1024)
     engine = cast(Any, None)
     sizes = {
-        n: lab_module._fitting(plan, 16, engine, Budget(180.0), n, 1)[:2] for n in (1, 2, 3, 20)
+        n: opening._that_fit(plan, 16, engine, Work(Budget(180.0), n, 1))[:2] for n in (1, 2, 3, 20)
     }
     assert sizes[1] == (16, 256) and sizes[2] == sizes[3] == sizes[20]
     assert sizes[2][0] >= 8 and sizes[2][1] == 256
     with pytest.raises(OutOfTime, match="too small for any answer"):
-        lab_module._fitting(plan, 16, engine, Budget(60.0), 20, 1)
+        opening._that_fit(plan, 16, engine, Work(Budget(60.0), 20, 1))
     with pytest.raises(
         OutOfTime, match="too small for any answer"
     ):  # a control is no use if it is left out
-        lab_module._fitting(plan, 16, engine, Budget(180.0), 20, 20)
+        opening._that_fit(plan, 16, engine, Work(Budget(180.0), 20, 20))

@@ -76,7 +76,7 @@ def any_row(draw: st.DrawFn) -> dict[str, Any]:
 def test_rows_without_a_figure_are_shown_and_not_ranked(
     rows: list[dict[str, Any]], again: dict[str, Any] | None
 ) -> None:
-    report = sweep_report(rows, again)
+    report = report_of(rows, again)
     shown = report_text(report)
     assert "None" not in shown.replace("None of the", "") and "nan" not in shown.split()
     assert all(row["codec"] in shown for row in rows)
@@ -85,7 +85,7 @@ def test_rows_without_a_figure_are_shown_and_not_ranked(
     assert chosen is None or (rows[chosen]["bytes"] and rows[chosen]["kld"]["mean"] is not None)
 
 
-def sweep_report(rows: list[dict[str, Any]], again: dict[str, Any] | None) -> Report:
+def report_of(rows: list[dict[str, Any]], again: dict[str, Any] | None) -> Report:
     """The parts of a sweep's report that are made from its rows."""
     ranks = choice.ranked(rows)
     front = [list(ranks)[i] for i in pareto_front(list(ranks.values()))]

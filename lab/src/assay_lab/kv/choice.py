@@ -53,6 +53,7 @@ def ranked(rows: Sequence[Mapping[str, Any]]) -> dict[int, tuple[float, float]]:
 
 
 def bytes_of(row: Mapping[str, Any]) -> float | None:
+    """Stored bytes of a row, None if no stream was encoded."""
     return row["bytes"]["stored"] if row["bytes"] else None
 
 

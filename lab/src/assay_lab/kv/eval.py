@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from assay.engines.ray_scorer import on_ray
+from assay.engines.scoring import Engagement
 from assay.environment import describe
 from assay.fidelity.breakdown.floors import Floors
 from assay.fidelity.budget import Budget
@@ -143,9 +144,14 @@ class Scored:
         return self.measured.seen if self.measured else ()
 
     @property
+    def engagement(self) -> Engagement:
+        """What took part with the codec."""
+        return self.measured.engagement if self.measured else Engagement()
+
+    @property
     def note(self) -> Mapping[str, Any]:
         """What the codec's hook left."""
-        return self.measured.engagement.notes.get(NOTE, {}) if self.measured else {}
+        return self.engagement.notes.get(NOTE, {})
 
 
 def score(run: EvalRun, evaluator: CodecEvaluator) -> Scored:
@@ -251,7 +257,7 @@ def _compared(run: EvalRun, scored: Scored, evaluator: CodecEvaluator) -> Candid
     same = bool(scored.note.get("lossless")) and run.codec.changes_nothing
     took_part = engaged(
         seen,
-        scored.measured.engagement if scored.measured else None,
+        scored.engagement,
         path=evaluator.job.path,
         hooked=not scored.own_cut,
         same=same or bool(scored.cut),
@@ -284,10 +290,10 @@ def report(run: EvalRun, scored: Scored, judged: Judged, facts: Mapping[str, Any
     body: dict[str, Any] = result.to_json() | dict(facts)
     if against:
         body["control"] = against.to_json()
-    if scored.measured and size:
+    if size:
         body["bytes"] = size.to_json()
         body["table_tokens"] = size.table_tokens
-        per_layer = scored.measured.engagement.per_layer
+        per_layer = scored.engagement.per_layer
         body["engaged"]["per_layer"] = {str(k): v for k, v in per_layer.items()}
     return Report(
         command="kv eval",

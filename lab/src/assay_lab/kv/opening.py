@@ -137,8 +137,9 @@ class Work:
         """With the number of codecs, now that the model is open."""
         if not callable(self.codecs):
             return self
-        here = isinstance(engine, HfScorer)
-        return replace(self, codecs=self.codecs(cache_shape(engine.engine.model)) if here else 0)
+        if not isinstance(engine, HfScorer):
+            return replace(self, codecs=0)
+        return replace(self, codecs=self.codecs(cache_shape(engine.engine.model)))
 
 
 @contextmanager
