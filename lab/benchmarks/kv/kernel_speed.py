@@ -36,7 +36,7 @@ from assay.environment import describe
 from assay.fidelity.metrics.row_sums import row_sums
 from assay.fidelity.metrics.token_statistics import row_statistics
 from assay_lab import trellis
-from assay_lab.kv import measured
+from assay_lab.kv import measured as measured_windows
 from assay_lab.kv.codecs import pca_entropy
 from assay_lab.kv.codecs.samples import Samples
 from assay_lab.kv.hook_plan import _KEPT_CODERS
@@ -233,7 +233,7 @@ def eval_uses(spec: str, skip: tuple[int, ...]) -> Callable[[], dict[str, Use]]:
             batch=4,
             calibration=str(small_calibration()),
         )
-        with replaced((measured, "source_digest", lambda *packages: time.time_ns())):
+        with replaced((measured_windows, "source_digest", lambda *packages: time.time_ns())):
             run_eval(plan)
 
     return lambda: {f"kv eval, {mode}": partial(run, mode) for mode in ("decode", "inforward")}

@@ -151,7 +151,8 @@ class Scored:
     @property
     def note(self) -> Mapping[str, Any]:
         """What the codec's hook left."""
-        return self.engagement.notes.get(NOTE, {})
+        found: Mapping[str, Any] = self.engagement.notes.get(NOTE, {})
+        return found
 
 
 def score(run: EvalRun, evaluator: CodecEvaluator) -> Scored:
