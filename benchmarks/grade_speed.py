@@ -12,7 +12,8 @@ import json
 import time
 from pathlib import Path
 
-from assay.coherence.grading import StreamingGrader, grade
+from assay.coherence.grading import grade
+from assay.coherence.streaming import StreamingGrader
 from legit_texts import stdlib, topics
 
 RESULTS = Path(__file__).parent / "results"

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, overload
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from assay.coherence.grading import Grade, StreamingGrader
+    from assay.coherence.grading import Grade
+    from assay.coherence.streaming import StreamingGrader
     from assay.environment import VERSION as __version__
     from assay.errors import AssayError, UsageError
     from assay.progress import Progress
@@ -51,7 +52,7 @@ _HOMES = {
     "Grade": "assay.coherence.grading:Grade",
     "Report": "assay.verdict:Report",
     "Severity": "assay.verdict:Severity",
-    "StreamingGrader": "assay.coherence.grading:StreamingGrader",
+    "StreamingGrader": "assay.coherence.streaming:StreamingGrader",
     "UsageError": "assay.errors:UsageError",
     "Verdict": "assay.verdict:Verdict",
     "__version__": "assay.environment:VERSION",

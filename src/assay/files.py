@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from assay import bounded_json
+from assay.bounded_json import loads
 from assay.errors import AssayError
 
 UNREADABLE = "file.unreadable"
@@ -130,7 +130,7 @@ def read_json(
     """
     data = read_bounded(path, most_bytes, what=what, finding_id=finding_id, remedy=remedy)
     try:
-        return bounded_json.loads(data)
+        return loads(data)
     except ValueError as error:  # no JSON, no UTF-8, or out of bounds
         raise _error(path, f"it holds no JSON that can be read: {error}", finding_id, remedy) from (
             None

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.cli.main import invoke
-from assay.coherence.grade_files import grade_file, unpack
-from assay.coherence.readers import READERS
+from assay.coherence.api_formats.registry import FORMATS
+from assay.coherence.grade_files import grade_file
+from assay.coherence.unpacking import unpack
 
 GOOD = "The mill by the river grinds rye until noon, and then the miller sleeps."
 FLOOD = "Well" + "!" * 90
@@ -260,7 +261,7 @@ def test_bodies_under_one_id_are_answers_of_their_own() -> None:
 
 
 def test_every_reader_is_tried() -> None:
-    assert {api for api, _ in forms("x").values()} | {"error", "archive"} >= set(READERS)
+    assert {api for api, _ in forms("x").values()} | {"error", "archive"} >= set(FORMATS)
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
@@ -498,9 +499,9 @@ def test_nuls_and_broken_bytes_in_a_body(tmp_path: Path) -> None:
 
 
 def test_a_large_body_is_bounded_and_says_what_was_left_out(tmp_path: Path, monkeypatch) -> None:
-    from assay.coherence import grading, reading
+    from assay.coherence import decoding, grading
 
-    monkeypatch.setattr(reading, "MAX_BYTES", 200_000)
+    monkeypatch.setattr(decoding, "MAX_BYTES", 200_000)
     monkeypatch.setattr(grading, "MAX_CHARS", 50_000)
     path = tmp_path / "out"
     path.write_text(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from assay.cli.main import invoke
-from assay.coherence import reading
+from assay.coherence import decoding
+from assay.coherence.decoding import decode, read_text
 from assay.coherence.grade_files import grade_completion, grade_files
-from assay.coherence.reading import decode, read_text
 from assay.errors import AssayError
 from assay.verdict import Verdict
 
@@ -144,7 +144,7 @@ def test_content_parts_and_odd_fields_are_read() -> None:
     ],
 )
 def test_byte_order_marks_and_line_ends(data: bytes, text: str) -> None:
-    assert decode(data, "x") == reading.Reading(text)
+    assert decode(data, "x") == decoding.Reading(text)
 
 
 def test_invalid_bytes_are_counted_and_said(tmp_path: Path, capsys) -> None:
@@ -171,7 +171,7 @@ def test_binary_is_refused_in_one_line(tmp_path: Path, capsys, data: bytes) -> N
 
 
 def test_long_file_is_examined_in_part_and_says_so(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(reading, "MAX_BYTES", 5000)
+    monkeypatch.setattr(decoding, "MAX_BYTES", 5000)
     path = tmp_path / "long.txt"
     path.write_text("é" * 2 + "Words upon words. " * 1000)
     read = read_text(str(path))
@@ -187,7 +187,7 @@ def test_named_pipe_is_read_and_a_silent_one_is_left(tmp_path: Path, monkeypatch
     writer.start()
     assert read_text(str(pipe)).text == GOOD
     writer.join()
-    monkeypatch.setattr(reading, "FIFO_WAIT_S", 0.05)
+    monkeypatch.setattr(decoding, "FIFO_WAIT_S", 0.05)
     with pytest.raises(AssayError, match="nothing was written"):
         read_text(str(pipe))
 

@@ -8,7 +8,8 @@ from grade_texts import DEGENERATE, GOOD_START, LEGITIMATE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.coherence.grading import STRIDE, TAIL, StreamingGrader, grade
+from assay.coherence.grading import grade
+from assay.coherence.streaming import STRIDE, TAIL, StreamingGrader
 
 
 def feed(text: str, seed: int = 0, widest: int = 9) -> tuple[StreamingGrader, int | None]:

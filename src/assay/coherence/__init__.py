@@ -1,8 +1,8 @@
 """Is the text sane? `grade` labels a finished output, `StreamingGrader` watches one while it is
 written.
 
-`grading` asks the `detectors` about a `text`; `grade_files` takes files of output apart with
-`reading` and `readers`. `check` asks a server: `probes`, `tools` and `identity` are what it is
+`grading` asks the `detectors` about a `text`; `unpacking` takes files of output apart with
+`stream_decoder` and `api_formats`, for `grade_files`. `check` asks a server: `probes`, `tools` and `identity` are what it is
 asked, `measure` asks, `record` keeps, `rules` and `diagnosis` judge.
 """
 
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from assay.coherence.grade_files import grade_completion
-    from assay.coherence.grading import Grade, Label, StreamingGrader, grade
+    from assay.coherence.grading import Grade, Label, grade
+    from assay.coherence.streaming import StreamingGrader
 
 _HOMES = {
     "Grade": "grading",
     "Label": "grading",
-    "StreamingGrader": "grading",
+    "StreamingGrader": "streaming",
     "grade": "grading",
     "grade_completion": "grade_files",
 }
