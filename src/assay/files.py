@@ -20,7 +20,7 @@ UNREADABLE = "file.unreadable"
 """The finding of a file that cannot be read, unless the caller names its own."""
 MOST_JSON_BYTES = 64 << 20
 """The longest JSON file that is read, unless the caller sets another limit."""
-_PIECE = 1 << 16
+_PIECE, _CHUNK = 1 << 16, 1 << 24
 
 
 def read_bounded(
@@ -79,7 +79,7 @@ def read_beginning(
             if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
                 data = _from_pipe(file.fileno(), most_bytes + 1, pipe_wait_s or 0.0)
             else:
-                data = file.read(most_bytes + 1)
+                data = _at_most(file, most_bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         reason = getattr(error, "strerror", None) or str(error)
         raise _error(path, reason, finding_id, remedy) from None
@@ -172,6 +172,15 @@ def _refuse_kind(mode: int, what: str, pipes: bool) -> None:
     kind = kind_of(mode)
     if kind and not (pipes and stat.S_ISFIFO(mode)):
         raise OSError(0, f"it is {kind}, and {what} must be a regular file")
+
+
+def _at_most(file: BinaryIO, most: int) -> bytes:
+    """At most `most` bytes; memory grows with what is there, not with what would be allowed."""
+    chunks: list[bytes] = []
+    while most > 0 and (chunk := file.read(min(most, _CHUNK))):
+        chunks.append(chunk)
+        most -= len(chunk)
+    return b"".join(chunks)
 
 
 def _from_pipe(fd: int, most: int, wait_s: float) -> bytes:

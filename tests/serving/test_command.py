@@ -146,7 +146,7 @@ def test_no_secret_is_in_the_text_of_a_command() -> None:
 
 
 def test_the_bundle_takes_secrets_out_and_leaves_prose_alone() -> None:
-    from assay.serving.bundle import Scrubber
+    from assay.serving.scrub import Scrubber
 
     scrub = Scrubber(("vllm", "--api-key", "opensesame99"))
     dirty = (

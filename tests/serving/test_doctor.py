@@ -45,7 +45,7 @@ def test_one_guilty_setting_is_found_and_the_others_are_acquitted(tmp_path: Path
     )
     assert "--kv fp8" in report.results["issue"] and report.to_html()
 
-    from assay.serving.bundle import read_bundle, show_bundle, verify_bundle
+    from assay.serving.bundle_check import read_bundle, show_bundle, verify_bundle
 
     assert show_bundle(file).verdict is Verdict.FAIL
     assert verify_bundle(file).verdict is Verdict.PASS, verify_bundle(file).findings
@@ -213,7 +213,7 @@ def test_a_spent_budget_keeps_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_changed_bundle_is_found_out(tmp_path: Path) -> None:
-    from assay.serving.bundle import read_bundle, verify_bundle
+    from assay.serving.bundle_check import read_bundle, verify_bundle
 
     file = tmp_path / "b.tar.zst"
     file.write_bytes(b"\x28\xb5\x2f\xfdnonsense")

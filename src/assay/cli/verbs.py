@@ -261,7 +261,7 @@ def doctor(command: list[str] | None = None, **given: Any) -> Report:
 @verb("bundle show", bundle="FILE :: What `assay doctor --bundle` wrote.")
 def bundle_show(bundle: Path) -> Report:
     """Show the verdict, the findings and the files of a bundle. Exit code that of the doctor."""
-    from assay.serving.bundle import show_bundle
+    from assay.serving.bundle_check import show_bundle
 
     return show_bundle(bundle)
 
@@ -271,7 +271,7 @@ def bundle_verify(bundle: Path) -> Report:
     """Compare the files of a bundle with its manifest and judge its starts again. Exit code 0 both
     agree, 1 not.
     """
-    from assay.serving.bundle import verify_bundle
+    from assay.serving.bundle_check import verify_bundle
 
     return verify_bundle(bundle)
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from assay import bounded_json
 from assay.coherence.options import CheckOptions
 from assay.environment import VERSION
 from assay.errors import AssayError
 from assay.fidelity.names import label_of
 from assay.fidelity.plan import Plan
+from assay.files import MOST_JSON_BYTES, read_bounded
 from assay.gates.contract import BOUNDED, Figure, figures, short
 from assay.options import Options, declared_options, option
 from assay.plugins import get, names
@@ -205,7 +207,7 @@ def read_report(report: Path | Report, candidate: str | None = None) -> list[Mea
         data = (
             report.to_json()
             if isinstance(report, Report)
-            else json.loads(report.read_text(encoding="utf-8-sig"))
+            else bounded_json.loads(read_bounded(report, MOST_JSON_BYTES, what="a report"))
         )
         if data["schema"] != SCHEMA or data["command"] not in known_commands():
             raise ValueError("no report that a card can show")
@@ -216,8 +218,8 @@ def read_report(report: Path | Report, candidate: str | None = None) -> list[Mea
             card([measured], CardOptions(), "badge.svg")
             badge_of([measured])
         return found
-    except OSError as error:
-        raise CardOptions.usage(f"cannot read the report {name}: {error.strerror}") from error
+    except AssayError as error:
+        raise CardOptions.usage(f"cannot read the report {error.message}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CardOptions.usage(
             f"{name} is no report that a card can show",

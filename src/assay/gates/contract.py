@@ -22,9 +22,10 @@ from typing import Any, Literal, TypeVar
 
 from assay.checkpoint.options import VerifyOptions
 from assay.coherence.options import CheckOptions
-from assay.errors import UsageError
+from assay.errors import AssayError, UsageError
 from assay.fidelity.plan import Plan
 from assay.fidelity.plan_file import plan_from
+from assay.files import read_bounded
 from assay.options import Declared, Options, declared_options, option
 from assay.speculation.options import SpecOptions
 from assay.stats import Interval
@@ -241,15 +242,12 @@ def read_contract(
         UsageError: It says in one line what is wrong in the file.
     """
     try:
-        with path.open("rb") as file:
-            raw = file.read(MOST_BYTES + 1)
-    except OSError as error:
+        raw = read_bounded(path, MOST_BYTES, what="a contract")
+    except AssayError as error:
         raise _refused(
-            f"cannot read the contract {path}: {error.strerror}",
+            f"cannot read the contract {error.message}",
             "name one with --contract, see docs/gate.md",
         ) from error
-    if len(raw) > MOST_BYTES:
-        raise _refused(f"{path} has more than {MOST_BYTES:,} bytes: no contract is that long")
     try:
         data = tomllib.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -7,7 +7,6 @@ inconclusive: nothing passes that was not examined.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from assay import bounded_json
 from assay.checkpoint.verify import verify
 from assay.coherence.check import run_check
 from assay.engines.machine import out_of_memory
@@ -23,6 +23,7 @@ from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.extras import not_installed
 from assay.fidelity.names import printable
+from assay.files import MOST_JSON_BYTES, read_bounded
 from assay.gates.contract import (
     DEFAULT,
     SECTIONS,
@@ -335,7 +336,7 @@ class Change:
 def read_baseline(path: Path) -> Baseline:
     """An earlier result of `assay gate --json`; UsageError where the file is none."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = bounded_json.loads(read_bounded(path, MOST_JSON_BYTES, what="a baseline"))
         if data["schema"] != SCHEMA or data["command"] != "gate":
             raise ValueError("another kind of report")
         parts = {part["name"]: part for part in data["results"]["parts"]}
@@ -352,8 +353,8 @@ def read_baseline(path: Path) -> Baseline:
         return Baseline(
             path.name, str(data["verdict"]), contract, parts, measured, dict(data["environment"])
         )
-    except OSError as error:
-        raise UsageError(f"cannot read the baseline {path}: {error.strerror}") from error
+    except AssayError as error:
+        raise UsageError(f"cannot read the baseline {error.message}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"the baseline {path} is no result of assay gate",

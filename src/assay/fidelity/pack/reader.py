@@ -29,6 +29,10 @@ from assay.fidelity.pack.format import (
     read_metadata,
     sha256_of,
 )
+from assay.files import read_bounded
+
+MOST_BYTES = 64 << 30
+"""The longest pack that is read."""
 
 
 @dataclass
@@ -237,11 +241,10 @@ def _heads_in(folder: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]
 
 
 def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise AssayError(
-            f"cannot read the pack {path}: {error.strerror}",
-            finding_id="fidelity.pack_unreadable",
-            remedy="give the file that assay reference pack wrote",
-        ) from error
+    return read_bounded(
+        path,
+        MOST_BYTES,
+        what="a pack",
+        finding_id="fidelity.pack_unreadable",
+        remedy="give the file that assay reference pack wrote",
+    )
