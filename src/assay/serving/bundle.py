@@ -111,4 +111,4 @@ def _digests(model: str | None) -> list[dict[str, Any]]:
 
 def _sha256(file: Path) -> str:
     with open_regular(file) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]

@@ -113,12 +113,16 @@ def _stated(files: Mapping[str, bytes]) -> Stated:
 
 def _finding(data: Mapping[str, Any]) -> Finding:
     """A finding as it was written; every field has the type that reports draw."""
-    texts = {name: str(data.get(name) or "") for name in ("id", "title", "detail")}
-    lists = {
-        name: tuple(map(str, data.get(name) or ())) for name in ("causes", "remedies", "references")
-    }
-    evidence = dict(data.get("evidence") or {})
-    return Finding(severity=Severity(data["severity"]), evidence=evidence, **texts, **lists)
+    return Finding(
+        str(data["id"]),
+        Severity(data["severity"]),
+        str(data["title"]),
+        str(data.get("detail") or ""),
+        evidence=dict(data.get("evidence") or {}),
+        causes=tuple(map(str, data.get("causes") or ())),
+        remedies=tuple(map(str, data.get("remedies") or ())),
+        references=tuple(map(str, data.get("references") or ())),
+    )
 
 
 def show_bundle(path: Path) -> Report:
