@@ -39,14 +39,22 @@ def name_of(path: Path) -> str:
     return ".".join(parts).removesuffix(".__init__")
 
 
+def is_module(name: str) -> bool:
+    """Whether a dotted name is a module or a package of assay, not something in one."""
+    place = PACKAGE.parent.joinpath(*name.split("."))
+    return place.is_dir() or place.with_suffix(".py").is_file()
+
+
 def imported(path: Path) -> Iterator[str]:
     """Every module that a file imports anywhere, within functions and for types alone too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            named = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from named
+            if not all(is_module(name) for name in named):  # something of the package itself
+                yield node.module
 
 
 def test_no_engine_is_imported_by_the_core_at_all() -> None:

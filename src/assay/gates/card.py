@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from assay import bounded_json
+from assay.bounded_json import loads
 from assay.coherence.options import CheckOptions
 from assay.environment import VERSION
 from assay.errors import AssayError
@@ -207,7 +207,7 @@ def read_report(report: Path | Report, candidate: str | None = None) -> list[Mea
         data = (
             report.to_json()
             if isinstance(report, Report)
-            else bounded_json.loads(read_bounded(report, MOST_JSON_BYTES, what="a report"))
+            else loads(read_bounded(report, MOST_JSON_BYTES, what="a report"))
         )
         if data["schema"] != SCHEMA or data["command"] not in known_commands():
             raise ValueError("no report that a card can show")

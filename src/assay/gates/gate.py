@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from assay import bounded_json
+from assay.bounded_json import loads
 from assay.checkpoint.verify import verify
 from assay.coherence.check import run_check
 from assay.engines.machine import out_of_memory
@@ -336,7 +336,7 @@ class Change:
 def read_baseline(path: Path) -> Baseline:
     """An earlier result of `assay gate --json`; UsageError where the file is none."""
     try:
-        data = bounded_json.loads(read_bounded(path, MOST_JSON_BYTES, what="a baseline"))
+        data = loads(read_bounded(path, MOST_JSON_BYTES, what="a baseline"))
         if data["schema"] != SCHEMA or data["command"] != "gate":
             raise ValueError("another kind of report")
         parts = {part["name"]: part for part in data["results"]["parts"]}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assay import bounded_json
+from assay.bounded_json import join_halves, loads
 from assay.errors import AssayError
 from assay.files import read_bounded
 from assay.serving.bundle import FORM
@@ -40,7 +40,7 @@ def read_bundle(path: Path) -> dict[str, bytes]:
     )
     try:
         files = dict(_members(_unpacked(raw)))
-        manifest = bounded_json.loads(files["manifest.json"])
+        manifest = loads(files["manifest.json"])
         if manifest["format"] != FORM:
             raise ValueError("another format")
     except ImportError as error:
@@ -79,7 +79,7 @@ def _members(raw: bytes) -> Iterator[tuple[str, bytes]]:
             if member.issparse() or member.size > len(raw):
                 raise ValueError(f"{member.name} claims more bytes than the archive has")
             if member.isfile() and (file := tar.extractfile(member)) is not None:
-                yield bounded_json.join_halves(member.name), file.read()
+                yield join_halves(member.name), file.read()
 
 
 def _unreadable(path: Path, why: str) -> AssayError:
@@ -100,7 +100,7 @@ class Stated:
 
 
 def _stated(files: Mapping[str, bytes]) -> Stated:
-    found = bounded_json.loads(files["report.json"])
+    found = loads(files["report.json"])
     findings = tuple(_finding(f) for f in found["findings"])
     return Stated(
         Verdict(found["verdict"]),
@@ -161,7 +161,7 @@ def verify_bundle(path: Path) -> Report:
     try:
         findings = list(_changed(files))
         stated = _stated(files)
-        rows, again = _judged_again(bounded_json.loads(files["starts.json"]))
+        rows, again = _judged_again(loads(files["starts.json"]))
     except _WRONG as error:
         raise _unreadable(path, f"{type(error).__name__}: {error}") from error
     for row in rows:
@@ -216,7 +216,7 @@ _UNSIGNED = Finding(
 
 def _changed(files: Mapping[str, bytes]) -> Iterator[Finding]:
     """A finding for every file that is not as the manifest lists it."""
-    listed = bounded_json.loads(files["manifest.json"])["files"]
+    listed = loads(files["manifest.json"])["files"]
     for name in sorted({*listed, *files} - {"manifest.json"}):
         body = files.get(name)
         if body is None:
