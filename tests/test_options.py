@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from assay.coherence.options import CheckOptions
 from assay.errors import UsageError
 from assay.options import Options, declared_options, fraction, numbers, option, sizes
 from assay_lab.options import MODES
@@ -141,3 +143,29 @@ def test_the_modes_of_codecs_are_those_there_are() -> None:
     from assay_lab.kv.hook_plan import Mode
 
     assert tuple(Mode) == MODES
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("budget", 10**400, "too large for a number"),
+        ("budget", float("inf"), "finite"),
+        ("budget", float("nan"), "at least"),
+        ("budget", -(10**400), "too large for a number"),
+        ("samples", 10**400, "at most|too large"),
+        ("samples", -(10**400), "at least"),
+        ("seed", 10**400, "too large|at most"),
+        ("model", "a\0b", "NUL"),
+    ],
+)
+def test_numbers_out_of_any_range_are_one_line(name: str, value: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        CheckOptions.of({name: value})
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize("read", [fraction, sizes])
+@pytest.mark.parametrize("text", ["1e999", "-inf", "nan", "9" * 401])
+def test_endless_numbers_in_a_text_are_refused(read: Callable[[str], Any], text: str) -> None:
+    with pytest.raises(ValueError, match=r"such as"):
+        read(text)

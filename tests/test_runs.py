@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.errors import UsageError
-from assay.runs import Kept, KeptFile, RunLock, source_digest
+from assay.runs import Kept, KeptFile, RunLock, keep_value, read_value, source_digest
 
 plain = st.recursive(
     st.none()
@@ -126,6 +126,74 @@ def test_a_damaged_entry_is_measured_again_and_said(
         assert Kept(folder).get("k") == "measured again"
     else:
         assert str(back) == str(value)
+
+
+def test_an_entry_of_another_key_is_measured_again_and_said(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.put("a", [1.0])
+    (a,) = tmp_path.iterdir()
+    kept.put("b", [2.0])
+    (b,) = (path for path in tmp_path.iterdir() if path != a)
+    shutil.copy(b, a)
+    again = Kept(tmp_path)
+    assert again.have("a", lambda: [1.0]) == [1.0]
+    assert again.get("b") == [2.0]
+    assert [f.id for f in again.notices("kv")] == ["kv.kept_damaged"]
+    assert Kept(tmp_path).get("a") == [1.0]
+
+
+def test_an_entry_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.put("a", [1.0])
+    (path,) = tmp_path.iterdir()
+    head, _, body = path.read_bytes().partition(b"\n")
+    old = json.loads(head)
+    del old["key"]
+    path.write_bytes(json.dumps(old).encode() + b"\n" + body)
+    assert Kept(tmp_path).get("a") == [1.0]
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+    (path / "inner").touch()
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a folder": _folder,
+    "a pipe": os.mkfifo,
+    "no end": lambda path: path.symlink_to("/dev/zero"),
+    "deep": lambda path: path.write_bytes(b"[" * 10**6),
+    "deep after its head": lambda path: path.write_bytes(b'{"format": 1}\n' + b"[" * 10**6),
+    "a number": lambda path: path.write_bytes(b"1\n"),
+    "empty": lambda path: path.touch(),
+    "plain JSON": lambda path: path.write_text('{"reference": 9.0}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=list(DAMAGE))
+def test_what_is_no_entry_costs_one_measurement(
+    damage: Callable[[Path], object], tmp_path: Path
+) -> None:
+    Kept(tmp_path).put("k", 1)
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    damage(path)
+    kept = Kept(tmp_path)
+    assert kept.have("k", lambda: 2) == 2
+    assert [f.id for f in kept.notices("kv")] == ["kv.kept_damaged"]
+    assert Kept(tmp_path).get("k") == 2
+    value = tmp_path / "size.json"
+    damage(value)
+    assert read_value(value) is None
+    keep_value(value, [3])
+    assert read_value(value) == [3]
+
+
+def test_a_value_of_another_file_is_not_believed(tmp_path: Path) -> None:
+    keep_value(tmp_path / "size.json", [8])
+    (tmp_path / "size.json").rename(tmp_path / "floors.json")
+    assert read_value(tmp_path / "floors.json") is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_the_next_run(tmp_path: Path) -> None:

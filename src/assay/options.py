@@ -7,6 +7,7 @@ these fields: types, defaults, help, bounds. This module imports neither typer n
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -159,7 +160,7 @@ class Options:
         except ValueError as error:
             place = f"{where}: " if where else ""
             raise cls.usage(
-                f"{place}{declared.flag} = {value!r}: {error}", declared.help
+                f"{place}{declared.flag} = {_brief(value)}: {error}", declared.help
             ) from error
 
     def _check(self, declared: Declared, value: Any) -> None:
@@ -167,9 +168,15 @@ class Options:
         if declared.choices and value not in declared.choices:
             raise self.usage(f"unknown {name} {value!r}", f"one of {', '.join(declared.choices)}")
         if declared.lo is not None and not value >= declared.lo:
-            raise self.usage(f"{name} must be at least {declared.lo:g}, got {value:g}")
+            raise self.usage(f"{name} must be at least {declared.lo:g}, got {_shown(value)}")
         if declared.hi is not None and not value <= declared.hi:
-            raise self.usage(f"{name} must be at most {declared.hi:,}, got {value:,}")
+            raise self.usage(f"{name} must be at most {declared.hi:,}, got {_shown(value)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.usage(f"{name} must be a finite number, got {value:g}")
+        if isinstance(value, int) and abs(value) >= _ENDLESS:
+            raise self.usage(f"{name} is too large: {_shown(value)}")
+        if isinstance(value, str | os.PathLike) and "\0" in os.fspath(value):
+            raise self.usage(f"{name} holds the character NUL: {os.fspath(value)!r}")
 
 
 @dataclass(frozen=True)
@@ -185,6 +192,30 @@ class RunTime(Options):
         apart=True,
     )
     quick: bool = option(False, "A first answer: --budget 3.", apart=True)
+
+
+_ENDLESS = 1 << 63
+"""No option counts so far; numpy and files hold no such number."""
+
+
+def _brief(value: Any) -> str:
+    """A value as it was written, a long one in short."""
+    if isinstance(value, int) and abs(value) >= _ENDLESS:
+        return _shown(value)
+    text = repr(value)
+    return text if len(text) <= _BRIEF else f"{text[:_BRIEF]}…"
+
+
+_BRIEF = 120
+
+
+def _shown(value: float) -> str:
+    """A number for a message, a long one in short."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if abs(value) < _ENDLESS:
+        return f"{value:,}"
+    return f"a number of {int(abs(value).bit_length() * 0.30103) + 1} digits"
 
 
 def declared_options(cls: Any) -> dict[str, Declared]:
@@ -249,7 +280,10 @@ def _one(kind: type, value: Any) -> Any:
     if kind in (str, Path) and isinstance(value, str | os.PathLike):
         return kind(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError("too large for a number") from None
     raise ValueError(f"not {_KINDS.get(kind, kind.__name__)}")
 
 
@@ -268,7 +302,10 @@ _KINDS = {
 def fraction(text: str) -> float:
     """`1%` or `0.01` as a fraction."""
     try:
-        return float(text.rstrip("% ")) / 100 if text.rstrip().endswith("%") else float(text)
+        found = float(text.rstrip("% ")) / 100 if text.rstrip().endswith("%") else float(text)
+        if math.isfinite(found):
+            return found
+        raise ValueError
     except ValueError:
         raise ValueError("neither a percentage nor a fraction, such as 1% or 0.01") from None
 
@@ -296,7 +333,10 @@ def _is_number(text: str) -> bool:
 def sizes(text: str) -> tuple[float, ...]:
     """`0.003,0.01` as numbers."""
     try:
-        return tuple(float(part) for part in text.split(",") if part.strip())
+        found = tuple(float(part) for part in text.split(",") if part.strip())
+        if all(map(math.isfinite, found)):
+            return found
+        raise ValueError
     except ValueError:
         raise ValueError("no list of numbers, such as 0.003,0.01") from None
 

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import shutil
+import stat
 import tarfile
 import tempfile
 import time
@@ -23,6 +24,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -127,8 +129,8 @@ class Kept:
 
     A key is plain data (what JSON can write, dataclasses and paths too); a value is plain data or a
     mapping of names to numpy arrays. An entry is a file named after the hash of its key. It is
-    written whole or not at all and carries the SHA-256 of its content: a damaged one is deleted,
-    counted, and measured again. Runs that work on equal keys at the same time write equal entries
+    written whole or not at all and carries that hash and the SHA-256 of its content: an entry that
+    is damaged, or that is another key's, is deleted, counted, and measured again. Runs that work on equal keys at the same time write equal entries
     and need no lock. Where the folder cannot be written (a full disk), values stay in memory and
     the run goes on. `notices` are the findings that say so.
     """
@@ -154,13 +156,14 @@ class Kept:
         if path.name in self._trouble.memory:
             return self._trouble.memory[path.name]
         try:
-            value = _unpacked(path.read_bytes())
+            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+                raise ValueError("no file")
+            value = _unpacked(path.read_bytes(), path.name)
         except (FileNotFoundError, NotADirectoryError):
             return default
-        except (OSError, ValueError, KeyError, TypeError):
+        except _DAMAGE:
             self._trouble.damaged += 1
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+            _remove(path)
             return default
         with suppress(OSError):  # when it was used last, for `trim`
             os.utime(path)
@@ -171,7 +174,7 @@ class Kept:
         path = self._path(key)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, _packed(value))
+            write_atomically(path, _packed(value, path.name))
         except OSError as error:
             self._trouble.unwritable = error.strerror or str(error)
             self._trouble.memory[path.name] = value
@@ -248,7 +251,46 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be part of a key")
 
 
-def _packed(value: Any) -> bytes:
+def read_value(path: Path) -> Any:
+    """The value that `keep_value` wrote there; None where there is none.
+
+    A file that is damaged, or that was written as another one, is removed: its value is measured
+    again.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError("no file")
+        return _unpacked(path.read_bytes(), _own_name(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except _DAMAGE:
+        _remove(path)
+        return None
+
+
+def keep_value(path: Path, value: Any) -> None:
+    """Write one value of a run, with its checksum, into a file of the run's folder."""
+    write_atomically(path, _packed(value, _own_name(path)))
+
+
+def _own_name(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError, BadZipFile)
+"""What a damaged entry raises."""
+
+
+def _remove(path: Path) -> None:
+    """Remove whatever has the name of an entry."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _packed(value: Any, key: str) -> bytes:
     """A line that says what follows, and the value."""
     if isinstance(value, Mapping) and any(isinstance(v, np.ndarray) for v in value.values()):
         kind, body = "arrays", io.BytesIO()
@@ -256,16 +298,22 @@ def _packed(value: Any) -> bytes:
         raw = body.getvalue()
     else:
         kind, raw = "json", json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    head = {"format": _FORMAT, "kind": kind, "sha256": hashlib.sha256(raw).hexdigest()}
+    digest = hashlib.sha256(raw).hexdigest()
+    head = {"format": _FORMAT, "kind": kind, "sha256": digest, "key": key}
     return json.dumps(head).encode() + b"\n" + raw
 
 
-def _unpacked(content: bytes) -> Any:
-    """What `_packed` wrote; ValueError or KeyError for anything else."""
+def _unpacked(content: bytes, key: str) -> Any:
+    """What `_packed` wrote of this key; ValueError or KeyError for anything else.
+
+    Entries of 0.2.0 do not say whose they are.
+    """
     line, _, raw = content.partition(b"\n")
     head = json.loads(line)
     if head["format"] != _FORMAT or head["sha256"] != hashlib.sha256(raw).hexdigest():
         raise ValueError("the entry is damaged")
+    if head.get("key", key) != key:
+        raise ValueError("the entry is that of another key")
     if head["kind"] == "json":
         return json.loads(raw.decode("utf-8", "surrogatepass"))
     with np.load(io.BytesIO(raw), allow_pickle=False) as file:

@@ -19,7 +19,7 @@ from assay.engines import full_spec
 from assay.environment import VERSION
 from assay.errors import AssayError, UsageError
 from assay.progress import NO_PROGRESS, Progress
-from assay.runs import cache_dir, write_atomically
+from assay.runs import cache_dir, keep_value, read_value
 
 _REMEDY = "give the JSON of an earlier run of a healthy server: assay check URL --json > run.json"
 
@@ -146,10 +146,8 @@ class EngineReference:
         ):
             return
         place = self._place(stage)
-        if place.exists():
-            self.record = self.record.with_(
-                CheckRecord.from_json(json.loads(place.read_text("utf-8")))
-            )
+        if (known := read_value(place)) is not None:
+            self.record = self.record.with_(CheckRecord.from_json(known))
             return
         side = self._measurement()
         able = tuple(task for task in stage.tasks if side.skip_reason(task.probe) is None)
@@ -162,7 +160,7 @@ class EngineReference:
         if (
             time.monotonic() <= deadline
         ):  # a stage that was cut would stand for a whole one in later checks
-            write_atomically(place, json.dumps(record_json(side.record)))
+            keep_value(place, record_json(side.record))
 
     def close(self) -> None:
         """Give back the memory of the model."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,8 +43,9 @@ from assay.fidelity.score import Candidate, observe, require
 from assay.fidelity.summary import Summary, is_certain, margins_of, per_window, summarise
 from assay.fidelity.table.rows import RowFile
 from assay.fidelity.text.tokenizer_proof import prove_tokenizer
+from assay.files import read_json
 from assay.progress import NO_PROGRESS, Progress, span
-from assay.runs import Kept, RunLock, cache_dir, write_atomically
+from assay.runs import Kept, RunLock, cache_dir, cache_path, read_value
 from assay.stats import Resampling
 from assay.stats.equivalence import MIN_PILOT, confidence_of_look
 from assay.verdict import Finding, Metric, Report, Severity, Verdict, worst
@@ -178,8 +178,8 @@ def unfinished(plan: Plan, folder: Path, done: int, budget: Budget) -> Report:
     """The report of a run that was interrupted while its reference was scored: `done` windows of it
     are kept.
     """
-    size = folder / "size.json"
-    total = json.loads(size.read_text(encoding="utf-8"))[0] if size.exists() else plan.windows
+    size = read_value(folder / "size.json")
+    total = size[0] if size else plan.windows
     left = budget.expected.get("reference", 0.0) * (total - done) / total
     after = f", about {span(left)} before the candidates" if left else ""
     return Report(
@@ -250,16 +250,10 @@ class Looks:
             str(plan.length),
             *map(fingerprint, (plan.reference, spec, *plan.text)),
         )
-        self._file = (
-            cache_dir("looks") / f"{sha256(chr(10).join(same).encode()).hexdigest()[:32]}.json"
-        )
+        self._kept, self._key = Kept(cache_path("looks")), ["undecided", *same]
         self._windows = windows
-        try:
-            self._undecided = {
-                int(count) for count in json.loads(self._file.read_text(encoding="utf-8"))
-            }
-        except (OSError, ValueError, TypeError):
-            self._undecided = set()
+        found = self._kept.get(self._key)
+        self._undecided: set[int] = set(_counts_of_0_2(same) if found is None else found)
 
     @property
     def number(self) -> int:
@@ -269,7 +263,18 @@ class Looks:
     def record(self, summary: Summary) -> None:
         """Remember that so many windows left the candidate undecided."""
         if summary.judgement.aim is not None:
-            write_atomically(self._file, json.dumps(sorted(self._undecided | {self._windows})))
+            self._kept.put(self._key, sorted(self._undecided | {self._windows}))
+
+
+def _counts_of_0_2(same: Sequence[str]) -> list[int]:
+    """What assay 0.2.0 has kept of it; nothing where that file cannot be read."""
+    name = f"{sha256(chr(10).join(same).encode()).hexdigest()[:32]}.json"
+    try:
+        found = read_json(cache_path("looks") / name)
+    except AssayError:
+        return []
+    counts = found if isinstance(found, list) else []
+    return [count for count in counts if isinstance(count, int) and not isinstance(count, bool)]
 
 
 def plan_key(plan: Plan) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -35,7 +34,7 @@ from assay.fidelity.text.sources import SELF, Text, read_text
 from assay.fidelity.text.tokenizer_proof import probe_ids
 from assay.fidelity.windows import available_windows, blocks_of, cut_windows, places_of
 from assay.progress import Progress
-from assay.runs import Kept, write_atomically
+from assay.runs import Kept, keep_value, read_value
 from assay.verdict import Metric, Report, Verdict
 
 
@@ -150,8 +149,8 @@ def open_reference(
         # The floors come after the answer, unless opening the engine again would take longer than
         # they do.
         passes = 3 * FLOOR_WINDOWS * budget.took["scoring the reference"] / len(windows)
-        floors, kept, later = Floors(), folder / "floors.json", None
-        if plan.floors and (kept.exists() or (budget.seconds is None and opening > passes)):
+        floors, kept, later = Floors(), Kept(folder / "floors"), None
+        if plan.floors and ("floors" in kept or (budget.seconds is None and opening > passes)):
             floors = _floors(plan, engine, store, windows, kept, progress)
         elif plan.floors:
 
@@ -218,12 +217,12 @@ def _fitting(
     kept = folder / "size.json"
     if budget.seconds is None:
         windows, length, batch = plan.windows, plan.length, plan.batch
-    elif kept.exists():
-        windows, length, batch = json.loads(kept.read_text(encoding="utf-8"))
+    elif (known := read_value(kept)) is not None:
+        windows, length, batch = known
     else:
         windows, length = budget.size(a_token, plan.windows, plan.length, opening=opening * here)
         batch = plan.batch or budget.together(pace.score * length)
-        write_atomically(kept, json.dumps([windows, length, batch]))
+        keep_value(kept, [windows, length, batch])
     budget.note_size((plan.windows, plan.length), (windows, length))
     each = pace.score * (1 + (not engine.ability.states) + 2 * once) + pace.compare * (1 + once)
     expected = {"reference": pace.score * ((1 + once) * windows - windows_kept(folder)) * length}
@@ -374,15 +373,15 @@ def _floors(
     engine: ScoringEngine,
     store: Store,
     windows: Sequence[Window],
-    kept: Path,
+    kept: Kept,
     progress: Progress,
 ) -> Floors:
     """Measure the floors, or read them where an interrupted run has measured them."""
-    if kept.exists():
-        return Floors(**json.loads(kept.read_text(encoding="utf-8")))
-    floors = measure_floors(engine, store, windows, plan.job, plan.seed, progress)
-    write_atomically(kept, json.dumps(floors.to_json()))
-    return floors
+
+    def measure() -> dict[str, Any]:
+        return measure_floors(engine, store, windows, plan.job, plan.seed, progress).to_json()
+
+    return Floors(**kept.have("floors", measure))
 
 
 # `run:DIR` and `run:FILE` as the reference: a store of assay's, or llama.cpp's file of

@@ -7,7 +7,6 @@ gap on both sides is a coin that rounding may turn; a wide one is a change of th
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from assay.engines.scoring import GreedyGenerator, GreedyStep, Window
 from assay.errors import AssayError
-from assay.runs import write_atomically
+from assay.runs import keep_value, read_value
 
 if TYPE_CHECKING:
     pass
@@ -134,8 +133,7 @@ def continue_greedily(
     """`tokens` greedy tokens after each prefix, read from `kept` where an interrupted run has them
     there.
     """
-    if kept and kept.exists():
-        rows = json.loads(kept.read_text(encoding="utf-8"))
+    if kept and (rows := read_value(kept)) is not None:
         return Continued([[GreedyStep(*step) for step in row] for row in rows])
     if not isinstance(engine, GreedyGenerator):
         return Continued(
@@ -149,7 +147,7 @@ def continue_greedily(
         rows = [
             [[s.token, s.runner_up, s.logprob, s.runner_up_logprob] for s in row] for row in steps
         ]
-        write_atomically(kept, json.dumps(rows))
+        keep_value(kept, rows)
     return Continued(steps)
 
 

@@ -5,7 +5,6 @@ On it, fidelity is measured where the model really is when it serves.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from assay.fidelity.names import label_of
 from assay.fidelity.plan import Plan
 from assay.fidelity.text.sources import SELF, Text
 from assay.progress import Advance, Progress
-from assay.runs import write_atomically
+from assay.runs import keep_value, read_value
 
 _ROUND = 16
 """Texts that are asked for at once."""
@@ -119,8 +118,8 @@ def write_own_text(
         "tokens_per_text": plan.length,
     }
     kept = folder / "self-text.json" if folder else None
-    if kept and kept.exists():
-        return OwnText(Text((SELF,), json.loads(kept.read_text(encoding="utf-8"))), origin)
+    if kept and isinstance(known := read_value(kept), str):
+        return OwnText(Text((SELF,), known), origin)
     wanted = int(_SPARE * plan.windows * plan.length) + plan.length
     with progress(f"sampling text from {label}", -(-wanted // plan.length)) as advance:
         text = generate_text(
@@ -133,5 +132,5 @@ def write_own_text(
         )
     if kept:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(kept, json.dumps(text.text))
+        keep_value(kept, text.text)
     return OwnText(text, origin)
