@@ -14,7 +14,6 @@ from typing import Any
 
 import typer
 
-from assay import plugins, signals
 from assay.cli import verbs
 from assay.cli.verb import (
     STDOUT,
@@ -30,6 +29,8 @@ from assay.cli.verb import (
     usage_report,
 )  # fmt: skip
 from assay.errors import AssayError
+from assay.plugins import get, names
+from assay.signals import exit_code, finish, listen
 from assay.verdict import EXITS_INTERRUPTED, SCHEMA, Verdict
 
 # Newer releases of typer carry their own copy of click; the base class of their errors is reached
@@ -79,13 +80,13 @@ class Verbs(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Verb | Any:
         if name in OWN:
             return OWN[name]
-        if (found := plugins.get("assay.verbs", name)) is None:
+        if (found := get("assay.verbs", name)) is None:
             raise KeyError(name)
         return found
 
     def __iter__(self) -> Iterator[str]:
         *own, last = OWN  # the demo shows the others
-        found = plugins.names("assay.verbs")
+        found = names("assay.verbs")
         known = (name for name in LAB if name in found)
         return iter(dict.fromkeys((*own, *known, *sorted(found), last)))
 
@@ -140,13 +141,13 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `assay` command."""
-    signals.listen()
+    listen()
     _open_missing_streams()
     # Torch's threads, once imported, would otherwise spin while they wait: beside another program
     # that takes the same cores, a step of a second then takes a minute.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     code = invoke(sys.argv[1:] if arguments is None else arguments)
-    signals.finish()
+    finish()
     waits = any(
         t.name.startswith("ThreadPoolExecutor") and t.is_alive() for t in threading.enumerate()
     )
@@ -188,7 +189,7 @@ def invoke(arguments: list[str]) -> int:
     try:
         result = command.main(args=arguments, prog_name="assay", standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
-        return signals.exit_code()
+        return exit_code()
     except _ClickException as error:
         if not arguments or (
             len(arguments) == 1 and _commands_of(arguments[0])

@@ -25,12 +25,12 @@ from typing import Annotated, Any, TextIO, get_args, get_type_hints
 import typer
 import typer.core
 
-from assay import signals
 from assay.engines.machine import out_of_memory
 from assay.errors import AssayError, UsageError
 from assay.extras import not_installed
 from assay.options import Declared, Options, declared_options, option
 from assay.plugins import Plugin, culprit, get, names
+from assay.signals import asked_again, received, writing
 from assay.verdict import EXIT_BUG, Finding, Report, Severity, Verdict
 
 # The area of a finding that a verb raises about its own use.
@@ -334,7 +334,7 @@ def run(name: str, output: Output, body: Callable[[], Report]) -> int:
                 report = error_report(name, _failed(plugin, error, area_of(name)))
             else:
                 return _bug(error, output.debug)
-        with signals.writing():
+        with writing():
             return _finish(name, report, output, files, stdout)
 
 
@@ -345,7 +345,7 @@ def _finish(
     from assay.environment import recorded
 
     report = recorded(with_usage_of(name, report))
-    if sign := signals.received():
+    if sign := received():
         report = replace(report, signal=int(sign))
     try:
         write(report, output, files, stdout)
@@ -480,7 +480,7 @@ def interrupted_report(name: str) -> Report:
         severity=Severity.WARNING,
         title=(
             "interrupted again while the report was made; what was measured is kept"
-            if signals.asked_again()
+            if asked_again()
             else "interrupted before anything was measured"
         ),
     )
