@@ -351,6 +351,13 @@ class healthy:
 
         def event(part: dict[str, Any], tokens: int, finish: str | None = None) -> bytes:
             choice = {"index": 0, **({"delta": part} if chat else part), "finish_reason": finish}
+            if e.body.get("logprobs") and tokens:
+                entry = {"token": "Paris", "logprob": -0.5, "bytes": None}
+                choice["logprobs"] = (
+                    {"content": [entry]}
+                    if chat
+                    else {"tokens": ["Paris"], "token_logprobs": [-0.5]}
+                )
             return sse(
                 {"choices": [choice], **({"usage": self._usage(e, tokens)} if running else {})}
             )

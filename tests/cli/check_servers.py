@@ -11,7 +11,7 @@ import pytest
 
 from assay.cli.main import invoke
 from assay.coherence.probes import FACTS
-from stub_server import MODEL, Behaviour, Exchange, StubServer, healthy
+from stub_server import MODEL, Behaviour, Exchange, StubServer, healthy, sse
 
 ROUTES = ("POST /v1/chat/completions", "POST /v1/completions")
 QUICK = ("--repeats", "3", "--samples", "1", "--timeout", "20")
@@ -70,6 +70,23 @@ def answer_to(e: Exchange) -> str:
     return next((answer for key, answer in ANSWERS if key in asked), PROSE)
 
 
+def streamed_call(e: Exchange, call: dict[str, str]) -> None:
+    """One tool call as the deltas of a stream: its name, then its arguments in two pieces."""
+    head = {"index": 0, "id": "c1", "type": "function", "function": {**call, "arguments": ""}}
+    half = len(call["arguments"]) // 2
+    pieces = (call["arguments"][:half], call["arguments"][half:])
+    deltas = [head, *({"index": 0, "function": {"arguments": piece}} for piece in pieces)]
+    usage = {"prompt_tokens": 60, "completion_tokens": 9, "total_tokens": 69}
+    e.begin(200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"})
+    for delta in deltas:
+        choice = {"index": 0, "delta": {"tool_calls": [delta]}, "finish_reason": None}
+        e.chunk(sse({"choices": [choice]}))
+    last = {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
+    e.chunk(sse({"choices": [last], "usage": usage}))
+    e.chunk(b"data: [DONE]\n\n")
+    e.chunk(b"")
+
+
 class Sane:
     """Answers every probe rightly and calls the tool that it is offered; its prompts cannot be
     scored.
@@ -80,8 +97,11 @@ class Sane:
 
     def __call__(self, e: Exchange) -> None:
         last = e.body["messages"][-1] if "messages" in e.body else {}
-        if e.body.get("tools") and last.get("role") == "user" and not e.body.get("stream"):
+        if e.body.get("tools") and last.get("role") == "user":
             call = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+            if e.body.get("stream"):
+                streamed_call(e, call)
+                return
             message = {
                 "role": "assistant",
                 "content": None,

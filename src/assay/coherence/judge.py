@@ -18,6 +18,7 @@ from assay.coherence.rules.rule import Ruling
 from assay.coherence.rules.same_answers import same_answers
 from assay.coherence.rules.scores import bits, depth
 from assay.coherence.rules.server import counters, prompts
+from assay.coherence.rules.streaming import streaming
 from assay.coherence.rules.stutter import stutter
 from assay.coherence.rules.throughput import throughput, timed_too_bad
 from assay.coherence.rules.tool_form import tool_form
@@ -51,6 +52,7 @@ def judge(
         think_tag(record, reference),
         truncated(record),
         unfinished(record),
+        streaming(record),
         stutter(record, reference, confidence),
         same_answers(record, reference),
         tool_form(record, reference, confidence),

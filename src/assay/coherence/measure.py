@@ -22,6 +22,7 @@ from assay.coherence.record import CheckRecord, ProbeResult
 from assay.coherence.replies import grade_outcome
 from assay.coherence.speed import prefill_speed, time_round, timed_requests, to_timed_text
 from assay.coherence.stages import FIRST, Stage
+from assay.coherence.streams import STREAM_CASES, StreamingEngine, check_streams
 from assay.coherence.tools import cases, run_level
 from assay.engines import Capability, Engine
 from assay.engines.server.http import RequestRefused
@@ -82,6 +83,7 @@ class Measurement:
             "scores": self._scores,
             "tools": self._tools,
             "speed": self._speed,
+            "streams": self._streams,
         }
         step = self._timed_texts if untimed and stage.kind == "speed" else steps[stage.kind]
         step(stage, what or stage.name, deadline)
@@ -177,6 +179,16 @@ class Measurement:
             return
         with self.progress(what, len(cases())) as advance:
             self._add(tools=(run_level(self.engine, stage.streams, advance, deadline),))
+
+    def _streams(self, stage: Stage, what: str, deadline: float) -> None:
+        """Compare streams with whole answers, where the engine is a server."""
+        if not isinstance(self.engine, StreamingEngine):
+            return
+        with self.progress(what, STREAM_CASES) as advance:
+            for found in check_streams(
+                self.engine, self.plan.parallel, advance, deadline, thinking=self.plan.thinking
+            ):
+                self._add(streams=(found,))
 
     def skip_reason(self, probe: Probe) -> str | None:
         """Why the engine cannot answer a probe; None where it can."""

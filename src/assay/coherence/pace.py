@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from assay.coherence.passages import planned_tokens
 from assay.coherence.stages import FIRST, Stage
+from assay.coherence.streams import STREAM_CASES
+from assay.coherence.streams import TOKENS as STREAM_TOKENS
 from assay.coherence.tools import cases
 
 # About how many tokens a healthy model writes; those of probes that are not here are half their
@@ -97,7 +99,8 @@ class Pace:
         read = self.read or 8 * self.write
         own = self._writing(stage) / self.write + self._reading(stage) / read
         timed = stage.kind == "speed"
-        return own * (1.0 if kept(stage) else 1.0 + self.reference * (0.3 if timed else 1.0))
+        alone = stage.kind == "streams" or kept(stage)
+        return own * (1.0 if alone else 1.0 + self.reference * (0.3 if timed else 1.0))
 
     def _writing(self, stage: Stage) -> float:
         """Tokens to write, in units of a full set of streams: one stream alone writes about a third
@@ -107,6 +110,8 @@ class Pace:
             return sum(_EXPECTED.get(task.probe.name, 60) for task in stage.tasks)
         if stage.kind == "speed":
             return 3 * _TIMED_TOKENS * (stage.repeats + 1)
+        if stage.kind == "streams":
+            return 2 * STREAM_TOKENS * STREAM_CASES
         slow = 3.0 if stage.streams == 1 else 1.0
         return slow * _TOOL_TOKENS * len(cases()) if stage.kind == "tools" else 0.0
 

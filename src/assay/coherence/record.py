@@ -275,6 +275,26 @@ class ToolLevel:
 
 
 @dataclass(frozen=True)
+class StreamCheck:
+    """What came of one request that was asked whole and streamed.
+
+    `state` is `good`, `fault`, `unclear`, `skipped` or `unfinished`; `event` counts the chunks of
+    the stream from 0, and `event_text` is the beginning of the one that shows the fault.
+    """
+
+    case: str
+    state: str
+    kind: str = ""
+    says: str = ""
+    event: int | None = None
+    event_text: str = ""
+    events: int = 0
+    whole_head: str = ""
+    stream_head: str = ""
+    notes: str = ""
+
+
+@dataclass(frozen=True)
 class CheckRecord:
     """Everything one run of `assay check` measured."""
 
@@ -295,6 +315,8 @@ class CheckRecord:
     """Server-side counters of corruption (NaN in logits and the like) that moved during the run."""
     tools: tuple[ToolLevel, ...] = ()
     tools_skipped: str | None = None
+    streams: tuple[StreamCheck, ...] = ()
+    streams_skipped: str | None = None
 
     @property
     def samples(self) -> tuple[GradedReply, ...]:
@@ -335,6 +357,11 @@ class CheckRecord:
             counters=dict(results.get("counters") or {}),
             tools=tuple(ToolLevel.from_json(level) for level in results.get("tools") or ()),
             tools_skipped=results.get("tools_skipped"),
+            streams=tuple(
+                from_fields(StreamCheck, check)
+                for check in (results.get("streaming") or {}).get("checks") or ()
+            ),
+            streams_skipped=(results.get("streaming") or {}).get("skipped"),
         )
 
     def like(self, other: CheckRecord) -> CheckRecord:
@@ -372,6 +399,8 @@ class CheckRecord:
             counters=self.counters or more.counters,
             tools=tuple(sorted(self.tools + more.tools, key=lambda level: level.concurrency)),
             tools_skipped=self.tools_skipped or more.tools_skipped,
+            streams=self.streams + more.streams,
+            streams_skipped=self.streams_skipped or more.streams_skipped,
         )
 
 

@@ -180,7 +180,7 @@ class Check:
         self.pace.learn(stage, time.monotonic() - begun, self.record.written_tokens - written)
         if self.options.quick and self.budget is None and self.pace.write:
             self.budget = QUICK_SECONDS if self.pace.write >= SLOW else QUICK_SECONDS_SLOW
-        if self.engine is not None:
+        if self.engine is not None and stage.kind != "streams":
             self.pending.append(stage)
             if stage.kind in ("scores", "tools"):
                 self._catch_up((stage,))

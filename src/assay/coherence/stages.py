@@ -42,11 +42,11 @@ class Stage:
 
     `texts` runs `tasks`, `scores` scores the first `texts` of the fixed texts (by themselves, or in
     a `context` of so many tokens), `speed` times `repeats` rounds, `tools` runs the tools suite
-    with `streams` requests at once.
+    with `streams` requests at once, `streams` asks the same whole and streamed.
     """
 
     name: str
-    kind: Literal["texts", "scores", "speed", "tools"]
+    kind: Literal["texts", "scores", "speed", "tools", "streams"]
     without: str
     """What the verdict cannot say where this stage is left out."""
     tasks: tuple[Task, ...] = ()
@@ -71,6 +71,7 @@ class Stage:
 
 
 FIRST = "first answers"
+_STREAMS = Stage("streams", "streams", "whether streams hold what whole answers do")
 
 
 def stages_of(plan: Plan, probes: Sequence[Probe], max_model_len: int | None) -> list[Stage]:
@@ -80,8 +81,11 @@ def stages_of(plan: Plan, probes: Sequence[Probe], max_model_len: int | None) ->
     if plan.suite == "tools":
         says = "whether tool calls hold with {} requests at once"
         return [
-            Stage(f"tools, {n} at a time", "tools", says.format(n), streams=n)
-            for n in sorted(LEVELS, key=lambda level: (level == 1, level))
+            _STREAMS,
+            *(
+                Stage(f"tools, {n} at a time", "tools", says.format(n), streams=n)
+                for n in sorted(LEVELS, key=lambda level: (level == 1, level))
+            ),
         ]
     by_name = {probe.name: probe for probe in probes}
     sampled = [probe for probe in probes if not probe.variants]
@@ -99,6 +103,7 @@ def stages_of(plan: Plan, probes: Sequence[Probe], max_model_len: int | None) ->
     stages.append(
         Stage("fixed texts", "scores", "how well the model predicts plain text", texts=fixed)
     )
+    stages.append(_STREAMS)
     texts("short texts", "whether short answers are sane", _drawn(plan, short, 0, 1))
     texts("long texts", "whether long answers are sane", _drawn(plan, long, 0, 1))
     if plan.throughput:

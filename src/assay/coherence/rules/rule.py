@@ -28,6 +28,7 @@ class Rule(StrEnum):
     TRUNCATED_REASONING = "truncated_reasoning"
     UNFINISHED = "unfinished"
     THROUGHPUT = "throughput"
+    STREAMING = "streaming"
     STUTTER = "stutter"
     ANSWERS = "answers"
     SAME_ANSWERS = "same_answers"

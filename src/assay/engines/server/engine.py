@@ -73,6 +73,7 @@ from assay.engines.server.scoring import (
     topk_logprobs,
     topk_routes,
 )
+from assay.engines.server.trace import StreamTrace, trace_stream
 from assay.errors import AssayError, UsageError
 from assay.secrets import register_secret
 
@@ -265,6 +266,11 @@ class ServerEngine:
             return reply
         counted = replace(timing, first_chunk_tokens=max(1, count), first_chunk_source="tokenize")
         return replace(reply, timing=counted)
+
+    def trace(self, request: Request, deadline: float = float("inf")) -> StreamTrace:
+        """Answer piece by piece; every event is recorded, and a stream that fails is a result."""
+        url, body = self._body(request, stream=True)
+        return trace_stream(self._transport, url, body, deadline)
 
     def _body(self, request: Request, *, stream: bool) -> tuple[str, dict[str, Any]]:
         probed = self._probe()
