@@ -141,13 +141,12 @@ def test_no_answer_after_a_good_beginning(
         (events(PARIS, sse({"error": {"message": "CUDA error"}})), False, "CUDA error"),
         (cut_after(PARIS), False, "closed the connection in the middle"),
         (cut_after(PARIS), True, "closed the connection in the middle"),
-        (drip(PARIS, 0.1), False, "had not finished its answer after 1 s"),
         (page(), False, "a web page"),
         (status(500, "no streams today"), False, "no streams today"),
         (huge(), False, "1,073,741,824 bytes"),
     ],
 )
-def test_streams_that_are_broken_leave_the_verdict_open(
+def test_streams_that_are_broken_fail(
     capsys: pytest.CaptureFixture[str], stream: Behaviour, later: bool, says: str
 ) -> None:
     broken = streams_are(stream)
@@ -155,10 +154,21 @@ def test_streams_that_are_broken_leave_the_verdict_open(
         code, report = check(
             capsys, stub.url, "--samples", "5", "--probe", "story", "--timeout", "1"
         )
-    finding = next(f for f in report["findings"] if f["id"] == "throughput.unfinished")
-    assert code == 3
-    assert says in finding["title"]
+    found = [f for f in report["findings"] if f["id"] == "coherence.streaming"]
+    assert code == 1
+    assert any(says in f["detail"] and f["severity"] == "error" for f in found)
     assert report["results"]["throughput"]["valid"] is False
+
+
+def test_streams_that_do_not_end_in_time_leave_the_verdict_open(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serving(streams_are(drip(PARIS, 0.1))) as stub:
+        code, report = check(
+            capsys, stub.url, "--samples", "5", "--probe", "story", "--timeout", "1"
+        )
+    finding = next(f for f in report["findings"] if f["id"] == "throughput.unfinished")
+    assert code == 3 and "had not finished its answer after 1 s" in finding["title"]
 
 
 def test_a_key_that_is_not_set_is_named_before_anything_is_sent(

@@ -60,6 +60,7 @@ def test_the_tools_suite_goes_with_no_probe() -> None:
 
 def test_the_tools_suite_asks_many_at_once_first_since_that_is_fast() -> None:
     assert [(s.kind, s.streams) for s in stages(suite="tools")] == [
+        ("streams", 1),
         ("tools", 8),
         ("tools", 32),
         ("tools", 1),
@@ -129,7 +130,9 @@ def test_the_pace_is_learnt_from_what_was_done() -> None:
     assert pace.write == pytest.approx(40.0) and pace.reference == pytest.approx(0.5)
     pace.learn(stages()[1], 3.0, written=0)
     assert pace.read == pytest.approx(500, rel=0.3)
-    assert (pace.seconds(stages()[2]) or 0) > (pace.seconds(stages()[2], lambda stage: True) or 0)
+    streams, short = stages()[2:4]
+    assert (pace.seconds(short) or 0) > (pace.seconds(short, lambda stage: True) or 0)
+    assert pace.seconds(streams) == pace.seconds(streams, lambda stage: True)  # no reference
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,7 @@ def test_stages_add_up_to_one_record() -> None:
 
 
 def test_a_server_is_called_slower_only_where_every_stream_is() -> None:
-    first, short, long = stages()[0], stages()[2], stages()[3]
+    first, short, long = stages()[0], stages()[3], stages()[4]
     assert (len(first.tasks), len(long.tasks)) == (8, 2)
     # A GPU writes as fast a stream whatever their number: two streams write a quarter of what eight
     # do.

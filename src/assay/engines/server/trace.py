@@ -123,7 +123,7 @@ class StreamTrace:
         except (ValueError, RecursionError):
             chunk = None
         if not isinstance(chunk, dict):
-            self.fail("invalid", f"event {number} is not a JSON object: {one_line(text, 80)}")
+            self.fail("invalid", f"an event that is not a JSON object: {one_line(text, 80)}")
             return
         if chunk.get("error") or chunk.get("object") == "error":
             self.fail("error", one_line(error_message(chunk)) or "an error without a message")
