@@ -24,9 +24,9 @@ CORE = (
     "gates",
     "monitor",
 )
-# What a core package may do with torch, inside the function that does it: ask transformers for a
-# model on the meta device.
-WITH_TORCH = {"checkpoint/meta_model.py"}
+# What a core package may do with torch, inside the function of a program of its own that does it: ask
+# transformers for a model on the meta device.
+WITH_TORCH = {"checkpoint/meta_program.py"}
 
 
 def sources() -> list[Path]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint import stored as verification
+from assay.checkpoint import lists as verification
 from assay.checkpoint.document_types import clean
 from assay.checkpoint.documents import CONFIG, GENERATION, TABLES, TOKENIZER, TOKENIZER_CONFIG
 from checkpoint import fuzzing
@@ -211,14 +211,15 @@ def test_counts_are_bounded_with_transformers_too(
     """The families that only transformers knows: nothing is enumerated that the config does not
     bound.
     """
-    from assay.checkpoint.meta_model import meta_expectation
+    from assay.checkpoint.meta_model import compare_with_transformers
     from assay.checkpoint.opening import open_checkpoint
 
-    monkeypatch.setattr("assay.checkpoint.meta_model._expect", lambda *given: given)
+    monkeypatch.setattr("assay.checkpoint.meta_model._run", lambda text: pytest.fail("it ran"))
     for key in ("num_experts", "num_hidden_layers", "num_nextn_predict_layers", "depth"):
         edit_json(
             model / "config.json",
             model_type="granite",
             **{key: value, "vision_config": {"num_layers": 10**5}},
         )
-        assert meta_expectation(open_checkpoint(str(model)).checkpoint) is None
+        compared = compare_with_transformers(open_checkpoint(str(model)).checkpoint)
+        assert "more layers or experts" in compared.problem

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint import stored as tensors
+from assay.checkpoint import lists as tensors
 from assay.checkpoint.expectation import expectation
 from assay.checkpoint.families import FAMILIES
 from assay.checkpoint.subject import Checkpoint
@@ -130,7 +130,8 @@ def test_tied_embeddings(ask: Ask, tmp_path: Path) -> None:
 def test_an_unknown_architecture_is_held_to_its_own_layers(ask: Ask, model: Path) -> None:
     edit_json(model / "config.json", model_type="brand_new", architectures=["BrandNewForCausalLM"])
     code, report = ask(model, "--allow-unverified")
-    assert (code, kept(report), report["results"]["expected_from"]) == (0, [], None)
+    assert (code, kept(report)) == (3, [("not_examined", "warning")])  # nothing to compare with
+    assert report["results"]["expected_from"] is None
     rewrite(model, lambda t: {n: v for n, v in t.items() if "layers.2.mlp.up" not in n})
     code, report = ask(model, "--allow-unverified")
     assert code == 1
@@ -166,7 +167,7 @@ def test_a_config_of_any_content_gets_a_verdict(
 ) -> None:
     edit_json(model / "config.json", **changes)
     code, report = ask(model, "--allow-unverified", "--values")
-    assert code in {0, 1, 2}
+    assert code in {0, 1, 2, 3}
     assert "bug" not in json.dumps(report["findings"])
 
 
@@ -181,7 +182,7 @@ def test_documents_of_any_content_get_a_verdict(
 ) -> None:
     (model / name).write_bytes(content)
     code, _ = ask(model, "--allow-unverified")
-    assert code in {0, 1, 2}
+    assert code in {0, 1, 2, 3}
 
 
 # The layouts that assay knows by heart, against transformers' own models on the meta device.
@@ -352,7 +353,7 @@ def renamed(folder: Path, prefix: str) -> None:
         ("language_model.model.", {"architectures": ["LlavaForConditionalGeneration"]}, 0),
         ("language_model.model.", {"vision_config": {"hidden_size": 8}}, 0),
         ("language_model.model.", {"auto_map": {"AutoModelForCausalLM": "m.M"}}, 0),
-        ("transformer.", {"model_type": "brand_new", "architectures": ["BrandNewForCausalLM"]}, 0),
+        ("transformer.", {"model_type": "brand_new", "architectures": ["BrandNewForCausalLM"]}, 3),
     ],
 )  # fmt: skip
 def test_names_of_another_architecture(

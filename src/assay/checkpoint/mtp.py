@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+from assay.checkpoint.comparison import is_stored
 from assay.checkpoint.declared import Declared
 from assay.checkpoint.expectation import MAX_PIECES
 from assay.checkpoint.mtp_families import FAMILIES, GENERIC, Family, announced_depth
@@ -15,7 +16,6 @@ from assay.checkpoint.pieces import Dims, Shape, fused_experts
 from assay.checkpoint.quantization import weights
 from assay.checkpoint.schemes.registry import parse
 from assay.checkpoint.storage import PLAIN, Kind
-from assay.checkpoint.structure import is_stored
 from assay.checkpoint.subject import Checkpoint
 
 Status = Literal[

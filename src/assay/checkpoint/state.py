@@ -80,6 +80,8 @@ class VerifyState:
             return Verdict.ERROR
         if self.unreachable or self.interrupted:
             return Verdict.INCONCLUSIVE
+        if any(f.evidence.get("decisive") for f in self.findings):
+            return Verdict.INCONCLUSIVE  # what was not compared with anything cannot pass
         if self.options.allow_unverified:
             return Verdict.PASS
         if any(f.evidence.get("unexamined") for f in self.findings):

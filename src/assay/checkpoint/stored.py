@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from assay.checkpoint.draft import check_draft, is_draft
-from assay.checkpoint.expectation import Expectation, expectation
-from assay.checkpoint.families import FAMILIES
 from assay.checkpoint.findings import found
 from assay.checkpoint.gguf.stage import examine_gguf_files
 from assay.checkpoint.index import check_index
 from assay.checkpoint.kv_cache import check_kv, kv_cache
-from assay.checkpoint.meta_model import meta_expectation
+from assay.checkpoint.lists import check_unlisted, choose_list
 from assay.checkpoint.mtp import examine_checkpoint, head_prefixes
 from assay.checkpoint.mtp_findings import check_mtp
 from assay.checkpoint.opening import open_checkpoint
@@ -49,24 +45,15 @@ def _stored(state: VerifyState, checkpoint: Checkpoint) -> None:
         target = open_checkpoint(source).checkpoint if source else None
         state.add(check_draft(checkpoint, target))
     else:
-        promised = _promised(checkpoint)
-        state.stored.expected_from = promised.origin if promised else None
-        state.add(check_structure(checkpoint, promised))
+        prefixes = head_prefixes(checkpoint)
+        compared = choose_list(checkpoint, prefixes)
+        state.stored.expected_from = None if compared.problem else compared.origin
+        state.add(check_structure(checkpoint, compared))
+        state.add(check_unlisted(checkpoint, compared))
         state.stored.mtp = examine_checkpoint(checkpoint, state.stored.declared)
         state.add(
             check_mtp(state.stored.mtp, state.stored.declared is not None, state.options.version)
         )
-        state.add(check_quantization(checkpoint, state.stored.declared, head_prefixes(checkpoint)))
+        state.add(check_quantization(checkpoint, state.stored.declared, prefixes))
     state.add(check_orphans(checkpoint))
     state.add(check_kv(checkpoint, state.stored.cache))
-
-
-def _promised(checkpoint: Checkpoint) -> Expectation | None:
-    """From the config where assay knows the layout by heart (no torch to import), else from
-    transformers.
-    """
-    if checkpoint.model_type in FAMILIES:
-        return expectation(checkpoint)
-    if checkpoint.config.get("architectures") and find_spec("torch") and find_spec("transformers"):
-        return meta_expectation(checkpoint)
-    return None

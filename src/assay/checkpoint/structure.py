@@ -4,48 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from assay.checkpoint.expectation import Expectation
+from assay.checkpoint.comparison import Comparison, Wrong
 from assay.checkpoint.families import FAMILIES
-from assay.checkpoint.findings import SHOWN, found, plural, some, unexamined
-from assay.checkpoint.peers import holes_among_peers
-from assay.checkpoint.pieces import Shape
-from assay.checkpoint.storage import carrier, stored_kind, weight_shape
+from assay.checkpoint.findings import SHOWN, found, plural, some
 from assay.checkpoint.subject import Checkpoint
 from assay.checkpoint.tensors import layer_index
-from assay.verdict import Finding, Severity
+from assay.verdict import Finding
 
 
-def check_structure(checkpoint: Checkpoint, promised: Expectation | None) -> Iterator[Finding]:
-    """Missing tensors and wrong shapes; without an expectation, layers that lack what their peers
-    have.
-    """
+def check_structure(checkpoint: Checkpoint, compared: Comparison) -> Iterator[Finding]:
+    """Findings on names, missing tensors and wrong shapes."""
     yield from _names(checkpoint)
-    if promised is None or promised.problem:
-        if promised is not None:
-            title = f"{promised.problem}: the names and shapes of the tensors were not examined"
-            yield unexamined(
-                title,
-                severity=Severity.WARNING,
-                remedies=["take config.json from the original repository"],
-            )
-        yield from holes_among_peers(checkpoint)
-        return
-    missing = [name for name in promised.shapes if not is_stored(checkpoint, name)]
-    if missing:
-        yield _missing(checkpoint, missing, promised.origin)
-    wrong = dict(_wrong_shapes(checkpoint, promised))
-    if wrong:
-        name, (stored, wanted) = next(iter(wrong.items()))
-        title = (
-            f"{plural(len(wrong), 'tensor')} of another shape than the config says, first {name}: "
-        )
-        title += f"{list(stored)} stored, {list(wanted)} expected"
-        evidence = {n: {"stored": s, "expected": w} for n, (s, w) in list(wrong.items())[:SHOWN]}
-        causes = [
-            "config.json belongs to another size of this model",
-            "the tensor was resized without the config",
-        ]
-        yield found("tensor_shape", title, causes=causes, tensors=evidence, count=len(wrong))
+    if compared.missing:
+        yield _missing(list(compared.missing), compared.origin)
+    if compared.wrong:
+        yield _misshapen(compared.wrong)
+
+
+def _misshapen(wrong: Wrong) -> Finding:
+    name, (stored, wanted) = next(iter(wrong.items()))
+    title = f"{plural(len(wrong), 'tensor')} of another shape than the config says, first {name}: "
+    title += f"{list(stored)} stored, {list(wanted)} expected"
+    evidence = {n: {"stored": s, "expected": w} for n, (s, w) in list(wrong.items())[:SHOWN]}
+    causes = [
+        "config.json belongs to another size of this model",
+        "the tensor was resized without the config",
+    ]
+    return found("tensor_shape", title, causes=causes, tensors=evidence, count=len(wrong))
 
 
 def _names(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -89,20 +74,7 @@ def _names(checkpoint: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def is_stored(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a promised tensor is there, as it is or quantised."""
-    if name in checkpoint.tensors:
-        return True
-    module, _, parameter = name.rpartition(".")
-    params = checkpoint.modules.get(module, {})
-    if parameter == "weight":
-        return carrier(params) is not None
-    return any(
-        p.startswith(f"{parameter}_") for p in params
-    )  # fused experts: gate_up_proj_blocks, …_packed
-
-
-def _missing(checkpoint: Checkpoint, missing: list[str], origin: str) -> Finding:
+def _missing(missing: list[str], origin: str) -> Finding:
     layers = sorted({i for n in missing if (i := layer_index(n)) is not None})
     causes = ["a shard is missing or was cut", "the checkpoint was saved without them"]
     title = f"{plural(len(missing), 'tensor')} that {origin} promises not stored: {some(missing)}"
@@ -122,19 +94,3 @@ def _missing(checkpoint: Checkpoint, missing: list[str], origin: str) -> Finding
         count=len(missing),
         layers=layers[:SHOWN],
     )
-
-
-def _wrong_shapes(
-    checkpoint: Checkpoint, promised: Expectation
-) -> Iterator[tuple[str, tuple[Shape, Shape]]]:
-    for name, shape in promised.shapes.items():
-        tensor = checkpoint.tensors.get(name)
-        if tensor is None or tensor.shape == shape:
-            continue
-        module, _, parameter = name.rpartition(".")
-        params = checkpoint.modules.get(module, {})
-        packed = stored_kind(params) is None or weight_shape(params) is None
-        if not (
-            parameter == "weight" and len(shape) == 2 and packed
-        ):  # a scheme checks what is packed
-            yield name, (tensor.shape, shape)

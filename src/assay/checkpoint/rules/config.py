@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import takewhile
 
+from assay.checkpoint.comparison import is_stored
 from assay.checkpoint.expectation import head_name
 from assay.checkpoint.families import FAMILIES
 from assay.checkpoint.findings import found, warned
 from assay.checkpoint.pieces import Dims
 from assay.checkpoint.storage import weight_shape
-from assay.checkpoint.structure import is_stored
 from assay.checkpoint.subject import BrokenDocument, Checkpoint
 from assay.verdict import Finding
 
