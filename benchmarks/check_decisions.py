@@ -51,7 +51,7 @@ from assay.demo.run import DAMAGES, damage_checkpoint
 from assay.engines.hf.engine import HfEngine
 from assay.environment import describe
 from assay.stats import wilson
-from assay.stats.equivalence import confidence_of_look
+from assay.stats.multiplicity import confidence_of_analysis
 from assay.verdict import Verdict
 from check_models import RUN, read_runs
 from split import is_tune
@@ -227,7 +227,7 @@ def run(
     if any(r.state == "bad" and r.rule in ("bits_per_byte", "depth") for r in judged(0.95).rulings):
         before = Verdict.FAIL
     for look in range(1, MAX_ANALYSES + 1):
-        judgement = judged(confidence_of_look(look))
+        judgement = judged(confidence_of_analysis(look))
         if look == MAX_ANALYSES or not asks_for_texts(judgement):
             why = tuple(r.rule for r in judgement.rulings if r.state in ("bad", "unclear"))
             return judgement.verdict, look, before, why
@@ -291,7 +291,7 @@ def real_runs() -> list[dict[str, Any]]:
 def _judged_again(record: CheckRecord, reference: CheckRecord, kept: str) -> dict[str, Any]:
     texts = len(record.samples)
     look = 1 + sum(texts > planned for planned in (60, 110, 150, 200, 280))
-    judgement = judge(record, reference, confidence_of_look(look))
+    judgement = judge(record, reference, confidence_of_analysis(look))
     decided = [r.rule for r in judgement.rulings if r.state in ("bad", "unclear")]
     return {"kept": kept, "texts": texts, "verdict": str(judgement.verdict), "rules": decided}
 

@@ -36,7 +36,7 @@ from assay.demo import vllm_server
 from assay.demo.models import build_gemma3, build_qwen05, build_qwen15, build_smollm2
 from assay.environment import describe
 from assay.runs import write_atomically
-from assay.stats.equivalence import confidence_of_look
+from assay.stats.multiplicity import confidence_of_analysis
 from assay.verdict import Verdict
 
 RESULTS = Path(__file__).parent / "results" / "check_models.json"
@@ -271,7 +271,7 @@ def judged_again(run: dict[str, Any], look: int) -> dict[str, Any]:
         _formed_again(CheckRecord.from_json(run[side])) if run.get(side) else None
         for side in ("server", "reference")
     )
-    judgement = judge(server or CheckRecord(), reference, confidence_of_look(look))
+    judgement = judge(server or CheckRecord(), reference, confidence_of_analysis(look))
     deciding = "bad" if judgement.verdict is Verdict.FAIL else "unclear"
     rules = [r.rule for r in judgement.rulings if r.state == deciding]
     return {"verdict": str(judgement.verdict), "rules": rules}

@@ -22,7 +22,7 @@ import torch
 from assay.demo.models import build_smollm2
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob, Window, WindowRows
-from assay.engines.server.scoring import TopkLogprobs
+from assay.engines.server.topk import TopkLogprobs
 from assay.environment import describe
 from assay.fidelity.bounds import Bounds, bounds_of
 from assay.fidelity.metrics.bounds import choose_ids, window_bounds

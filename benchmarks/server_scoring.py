@@ -24,7 +24,7 @@ from assay.coherence.passages import passages
 from assay.demo import vllm_server
 from assay.demo.models import build_smollm2
 from assay.engines.server.engine import ServerEngine
-from assay.engines.server.scoring import by_prompt_logprobs
+from assay.engines.server.prompt_scores import by_prompt_logprobs
 from assay.environment import describe
 
 RESULTS = Path(__file__).parent / "results"

@@ -28,8 +28,8 @@ from assay.coherence.speed import timed_requests, to_timed_text
 from assay.demo import VERSION, vllm_server
 from assay.demo.models import build_smollm2
 from assay.engines import Request
-from assay.engines.server.discovery import Metrics
 from assay.engines.server.engine import ServerEngine
+from assay.engines.server.metrics import Metrics
 from assay.environment import describe
 from bench_serve import BenchServe, bench_extras, bench_serve
 from speed_agreement_table import write

@@ -37,7 +37,7 @@ from assay.coherence.fingerprint import (
 from assay.coherence.identity import ALLOWED, compare_fingerprints
 from assay.coherence.take_fingerprint import take_fingerprint
 from assay.engines.server.engine import ServerEngine
-from assay.engines.server.scoring import TopToken, read_top
+from assay.engines.server.top_tokens import TopToken, read_top
 from assay.errors import AssayError
 from assay.verdict import Verdict
 from stub_server import MODEL, Exchange, StubServer, healthy, text

@@ -357,9 +357,9 @@ def test_every_look_judges_the_fixed_texts_alike_and_a_run_that_may_end_early_mo
     from assay.coherence.rules.scores import BEYOND_ANALYSES
     from assay.coherence.run import EARLY
     from assay.coherence.stages import MAX_ANALYSES
-    from assay.stats.equivalence import confidence_of_look
+    from assay.stats.multiplicity import confidence_of_analysis
 
-    assert confidence_of_look(MAX_ANALYSES) < BEYOND_ANALYSES < EARLY
+    assert confidence_of_analysis(MAX_ANALYSES) < BEYOND_ANALYSES < EARLY
 
 
 def test_a_reference_that_wrote_no_text_is_no_reference_for_texts() -> None:

@@ -8,17 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.engines.gguf import GgufScorer, GgufSpec, load_library, parse_spec, plan_blocks
+from assay.engines.gguf.library import load_library
+from assay.engines.gguf.scorer import GgufScorer, plan_blocks
+from assay.engines.gguf.spec import GgufSpec, parse_gguf
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError, UsageError
 
 
 def test_specs() -> None:
-    assert parse_spec("gguf:a/b.gguf") == GgufSpec("a/b.gguf")
-    assert parse_spec("gguf:m.gguf?kv=q8_0&threads=3&gpu_layers=-1&ubatch=64") == GgufSpec(
+    assert parse_gguf("gguf:a/b.gguf") == GgufSpec("a/b.gguf")
+    assert parse_gguf("gguf:m.gguf?kv=q8_0&threads=3&gpu_layers=-1&ubatch=64") == GgufSpec(
         "m.gguf", k="q8_0", v="q8_0", threads=3, gpu_layers=-1, ubatch=64
     )
-    assert parse_spec("gguf:m.gguf?kv=q8_0&v=f16").v == "f16"
+    assert parse_gguf("gguf:m.gguf?kv=q8_0&v=f16").v == "f16"
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ def test_specs() -> None:
 )
 def test_bad_specs(spec: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        parse_spec(spec)
+        parse_gguf(spec)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from assay.engines.gguf import GgufScorer
+from assay.engines.gguf.scorer import GgufScorer
 from assay.engines.scoring import ScoreJob, ScoringPath, Window, vocabulary_sha256
 from assay.errors import AssayError, UsageError
 from assay.runs import cache_dir

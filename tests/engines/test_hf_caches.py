@@ -16,10 +16,12 @@ transformers = pytest.importorskip("transformers")
 
 from assay.engines import Request
 from assay.engines.hf.cache import cache_dtype, new_cache, set_cache_dtype, token_bytes
-from assay.engines.hf.engine import HfEngine, Row, decode_batch, token_logprobs
+from assay.engines.hf.decoding import Row, decode_batch
+from assay.engines.hf.engine import HfEngine
+from assay.engines.hf.prompt_logprobs import token_logprobs
 from assay.engines.hf.scorer import HfScorer, choose_batch, greedy_steps, output_head, window_states
+from assay.engines.hf.spec import KV_CACHE_DTYPES, HfSpec
 from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringPath, Window
-from assay.engines.specs import KV_CACHE_DTYPES, HfSpec
 from assay.errors import AssayError
 
 pytestmark = pytest.mark.engine

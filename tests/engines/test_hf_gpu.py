@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from assay.engines.device import free_memory
 from assay.engines.hf.scorer import HfScorer, choose_batch
-from assay.engines.machine import free_memory
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.environment import describe
 from assay.errors import AssayError

@@ -109,7 +109,9 @@ def test_scores_are_those_of_one_plain_pass(
 ) -> None:
     import torch
 
-    monkeypatch.setattr("assay.engines.hf.engine._LOGITS_AT_ONCE", 20 * 123)  # chunks of 20 tokens
+    monkeypatch.setattr(
+        "assay.engines.hf.prompt_logprobs.LOGITS_AT_ONCE", 20 * 123
+    )  # chunks of 20 tokens
     ids = tuple(int(t) for t in np.random.default_rng(2).integers(3, 123, size=75))
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0].double()
@@ -168,9 +170,9 @@ def test_draws_follow_the_nucleus_of_transformers(
     import torch
     from transformers import TopPLogitsWarper
 
-    from assay.engines.hf.engine import draw_tokens
+    from assay.engines.hf.decoding import draw_tokens
 
-    monkeypatch.setattr("assay.engines.hf.engine._HEAD", 4)  # so that the search widens
+    monkeypatch.setattr("assay.engines.hf.decoding._HEAD", 4)  # so that the search widens
     generator = torch.Generator().manual_seed(0)
     logits = spread * torch.randn(1, 300, generator=generator)
     kept = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.long), logits.clone() / 0.7)
@@ -188,7 +190,7 @@ def test_draws_follow_the_nucleus_of_transformers(
 def test_greedy_rows_and_dead_rows() -> None:
     import torch
 
-    from assay.engines.hf.engine import draw_tokens
+    from assay.engines.hf.decoding import draw_tokens
 
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, float("nan"), 1.0], [0.0, float("nan"), 1.0]])
     heat, one = torch.tensor([0.0, 0.0, 1.0]), torch.ones(3)
@@ -223,7 +225,7 @@ def test_greedy_steps_are_those_of_transformers_with_its_two_likeliest(
 def test_a_text_of_its_own_begins_after_the_start_token_or_what_separates_documents() -> None:
     from types import SimpleNamespace
 
-    from assay.engines.specs import document_start
+    from assay.engines.tokenizer import document_start
 
     def tokenizer(vocabulary: dict[str, int], puts: list[int], **names: int | None) -> Any:
         class Tokenizer(SimpleNamespace):

@@ -6,21 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.engines.hf.engine import plan_batches
-from assay.engines.specs import HfSpec, parse_spec
+from assay.engines.hf.decoding import plan_batches
+from assay.engines.hf.spec import HfSpec, parse_hf
 from assay.errors import UsageError
 
 
 def test_engine_strings() -> None:
-    assert parse_spec("hf:./model") == HfSpec("./model")
-    assert parse_spec("hf:m?kv_cache_dtype=fp8") == parse_spec("hf:m?kv_cache_dtype=fp8_e4m3")
-    assert parse_spec("hf:m?threads=3&attention=assay") == HfSpec("m", attention="assay", threads=3)
+    assert parse_hf("hf:./model") == HfSpec("./model")
+    assert parse_hf("hf:m?kv_cache_dtype=fp8") == parse_hf("hf:m?kv_cache_dtype=fp8_e4m3")
+    assert parse_hf("hf:m?threads=3&attention=assay") == HfSpec("m", attention="assay", threads=3)
     assert (
-        parse_spec("hf:m?threads=auto")
-        == parse_spec("hf:m")
+        parse_hf("hf:m?threads=auto")
+        == parse_hf("hf:m")
         == HfSpec("m", device="auto", attention="sdpa")
     )
-    assert parse_spec("./model?device=cuda&dtype=float32") == HfSpec("./model", "float32", "cuda")
+    assert parse_hf("./model?device=cuda&dtype=float32") == HfSpec("./model", "float32", "cuda")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_engine_strings() -> None:
 )
 def test_wrong_engine_strings_say_what_is_wrong(spec: str, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        parse_spec(spec)
+        parse_hf(spec)
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 700)), max_size=120)

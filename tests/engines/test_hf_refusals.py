@@ -15,9 +15,10 @@ transformers = pytest.importorskip("transformers")
 
 from assay.cli.main import invoke
 from assay.engines.hf import scorer as window_scoring
-from assay.engines.hf.engine import HfEngine, _on_device
+from assay.engines.hf.engine import HfEngine
+from assay.engines.hf.loading import on_device
+from assay.engines.hf.spec import HfSpec
 from assay.engines.scoring import ScoreJob, Window
-from assay.engines.specs import HfSpec
 from assay.errors import AssayError
 
 
@@ -91,10 +92,10 @@ def test_one_window_that_does_not_fit_is_an_error_with_a_remedy(
 
 def test_a_device_that_is_not_there_is_named(model: Any) -> None:
     with pytest.raises(AssayError, match="'nosuch'"):
-        _on_device(model, HfSpec("m", device="nosuch"))
+        on_device(model, HfSpec("m", device="nosuch"))
     if not torch.cuda.is_available():
         with pytest.raises(AssayError, match="'cuda'"):
-            _on_device(model, HfSpec("m", device="cuda"))
+            on_device(model, HfSpec("m", device="cuda"))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from assay.cli.main import invoke
-from assay.engines import machine
+from assay.engines import cgroup, device, threads
 from assay.errors import AssayError
 
 STAT = "proc/stat"
@@ -30,13 +30,13 @@ class Machine:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
-        monkeypatch.setattr(machine, "_ROOT", root)
-        monkeypatch.setattr(machine, "_run", None)  # what tests of other files began
+        monkeypatch.setattr(cgroup, "ROOT", root)
+        monkeypatch.setattr(threads, "_run", None)  # what tests of other files began
         monkeypatch.setattr(
-            machine.os, "sched_getaffinity", lambda _: set(self.cpus), raising=False
+            threads.os, "sched_getaffinity", lambda _: set(self.cpus), raising=False
         )
-        monkeypatch.setattr(machine.time, "process_time", lambda: self.own)
-        monkeypatch.setattr(machine.time, "sleep", self._sleep)
+        monkeypatch.setattr(threads.time, "process_time", lambda: self.own)
+        monkeypatch.setattr(threads.time, "sleep", self._sleep)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         self.cpus, self.busy, self.own = list(range(8)), 0.0, 0.0
         self._spent = 100.0
@@ -56,14 +56,14 @@ class Machine:
         self.write(STAT, "\n".join(["cpu 1 2 3 4 5 6 7 8 9 10", *lines, "intr 5"]))
 
     def threads(self) -> int:
-        machine.count_free_cores.cache_clear()
-        return machine.choose_threads()
+        threads.count_free_cores.cache_clear()
+        return threads.choose_threads()
 
 
 @pytest.fixture
 def computer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     yield Machine(tmp_path, monkeypatch)
-    machine.count_free_cores.cache_clear()
+    threads.count_free_cores.cache_clear()
 
 
 def test_a_quiet_machine_gives_all_its_cores(computer: Machine) -> None:
@@ -109,7 +109,7 @@ def test_the_load_stands_in_where_nobody_counts(
     computer: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (computer.root / STAT).unlink()
-    monkeypatch.setattr(machine.os, "getloadavg", lambda: (6.2, 1.0, 1.0))
+    monkeypatch.setattr(threads.os, "getloadavg", lambda: (6.2, 1.0, 1.0))
     assert computer.threads() == 2
 
 
@@ -125,15 +125,15 @@ def test_a_run_that_was_interrupted_goes_on_with_as_many_threads(
     computer: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(computer.root / "cache"))
-    monkeypatch.setattr(machine, "_run", None)
+    monkeypatch.setattr(threads, "_run", None)
 
     def begin(about: str, busy: float = 0.0) -> int:
         computer.busy = busy
-        machine.begin_run([about])
+        threads.begin_run([about])
         return computer.threads()
 
     assert begin("one") == 8
-    machine.interrupt_run()
+    threads.interrupt_run()
     assert begin("one", busy=5.0) == 8 and begin("other", busy=5.0) == 3
     computer.cpus = [0, 1]
     assert begin("one", busy=1.0) == 2  # not more than there are
@@ -141,32 +141,32 @@ def test_a_run_that_was_interrupted_goes_on_with_as_many_threads(
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     assert begin("one") == 6
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(machine, "_DAY", 0.0)
+    monkeypatch.setattr(threads, "_DAY", 0.0)
     assert begin("one", busy=5.0) == 3
 
 
 def test_this_machine_has_something_free() -> None:
     assert (
         1
-        <= machine.choose_threads()
+        <= threads.choose_threads()
         <= max(os.cpu_count() or 1, int(os.environ.get("OMP_NUM_THREADS", 1)))
     )
-    assert machine.free_memory() > 0
+    assert device.free_memory() > 0
 
 
 def test_free_memory_is_what_the_narrowest_limit_leaves(computer: Machine) -> None:
-    assert machine.free_memory() == 4 * GIB  # nobody says
+    assert device.free_memory() == 4 * GIB  # nobody says
     computer.write("proc/meminfo", f"MemTotal: 1 kB\nMemAvailable: {20 * GIB // 1024} kB\n")
-    assert machine.free_memory() == 20 * GIB
+    assert device.free_memory() == 20 * GIB
     computer.write("proc/self/cgroup", "0::/")
     computer.write("sys/fs/cgroup/memory.max", "max")
     computer.write("sys/fs/cgroup/memory.current", str(3 * GIB))
     computer.write("sys/fs/cgroup/memory.stat", f"anon 5\ninactive_file {GIB}")
-    assert machine.free_memory() == 20 * GIB
+    assert device.free_memory() == 20 * GIB
     computer.write("sys/fs/cgroup/memory.max", str(8 * GIB))
-    assert machine.free_memory() == 6 * GIB
+    assert device.free_memory() == 6 * GIB
     computer.write("sys/fs/cgroup/memory.max", str(GIB))
-    assert machine.free_memory() == 0
+    assert device.free_memory() == 0
 
 
 def test_free_memory_within_a_limit_of_the_older_kind(computer: Machine) -> None:
@@ -175,7 +175,7 @@ def test_free_memory_within_a_limit_of_the_older_kind(computer: Machine) -> None
     for name, value in (("limit_in_bytes", 4 * GIB), ("usage_in_bytes", GIB)):
         computer.write(f"sys/fs/cgroup/memory/x/memory.{name}", str(value))
     computer.write("sys/fs/cgroup/memory/x/memory.stat", f"total_inactive_file {GIB // 2}")
-    assert machine.free_memory() == 3 * GIB + GIB // 2
+    assert device.free_memory() == 3 * GIB + GIB // 2
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_free_memory_within_a_limit_of_the_older_kind(computer: Machine) -> None
     ],
 )  # fmt: skip
 def test_which_errors_say_that_memory_ran_out(error: Exception, ran_out: bool) -> None:
-    assert machine.out_of_memory(error) is ran_out
+    assert device.out_of_memory(error) is ran_out
 
 
 class Worker:
@@ -208,23 +208,23 @@ class Worker:
 
 
 def too_large(item: int) -> AssayError:
-    return machine.memory_error(f"item {item}", "cpu")
+    return device.memory_error(f"item {item}", "cpu")
 
 
 def test_batches_are_halved_and_stay_so() -> None:
-    worker, batches = Worker(3), machine.Batches(8)
+    worker, batches = Worker(3), device.Batches(8)
     assert list(batches.run(range(11), worker, too_large)) == [(i, 10 * i) for i in range(11)]
     assert worker.tried == [8, 4, 2, 2, 2, 2, 2, 1]
     assert batches.note() == {"windows": 2, "asked": 8}
     again = batches.again(8)
     assert (again.size, again.note()) == (2, {"windows": 2, "asked": 8})
     assert again.again(1).note() == {"windows": 1}
-    assert machine.Batches(4).again(8).note() == {"windows": 8}
+    assert device.Batches(4).again(8).note() == {"windows": 8}
 
 
 def test_one_item_that_does_not_fit_is_named_and_other_errors_pass() -> None:
     with pytest.raises(AssayError, match="out of memory with item 0 on cpu") as caught:
-        list(machine.Batches(4).run(range(3), Worker(0), too_large))
+        list(device.Batches(4).run(range(3), Worker(0), too_large))
     assert (caught.value.finding_id, caught.value.verdict.exit_code) == (
         "fidelity.out_of_memory",
         2,
@@ -234,7 +234,7 @@ def test_one_item_that_does_not_fit_is_named_and_other_errors_pass() -> None:
         raise RuntimeError("shapes")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        list(machine.Batches(4).run(range(3), broken, too_large))
+        list(device.Batches(4).run(range(3), broken, too_large))
 
 
 @contextmanager

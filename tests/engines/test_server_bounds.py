@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from assay.engines import Message, Request
-from assay.engines.server.discovery import MAX_SERIES, parse_metrics
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.http import Limits
+from assay.engines.server.metrics import MAX_SERIES, parse_metrics
 from assay.errors import AssayError
 from stub_server import Behaviour, Exchange, StubServer, models, redirect, text
 

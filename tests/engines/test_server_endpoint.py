@@ -1,6 +1,6 @@
 import pytest
 
-from assay.engines.server.http import origin, parse_url, without_credentials
+from assay.engines.server.endpoint import origin, parse_url, without_credentials
 from assay.errors import UsageError
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from assay.engines.server.http import describe_body, looks_like_html, one_line
+from assay.engines.server.wording import describe_body, looks_like_html, one_line
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from assay.engines.server.discovery import corrupted_requests, kv_cache_dtype, parse_metrics
+from assay.engines.server.metrics import corrupted_requests, kv_cache_dtype, parse_metrics
 
 PAGE = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

@@ -8,8 +8,8 @@ import pytest
 
 from assay.engines import Capability, Message, MissingCapability, Reply, Request
 from assay.engines.server.engine import ServerEngine
-from assay.engines.server.http import ModelUnknown, RequestRefused
-from assay.engines.server.scoring import by_echo, score_prompts
+from assay.engines.server.errors import ModelUnknown, RequestRefused
+from assay.engines.server.prompt_scores import by_echo, score_prompts
 
 pytestmark = pytest.mark.engine
 

@@ -3,8 +3,9 @@ from typing import Any
 import pytest
 
 from assay.engines import Reply, TextPiece, ToolCall
-from assay.engines.server.http import NotJson, StreamCut, StreamFailed
-from assay.engines.server.messages import StreamAssembler, whole_reply
+from assay.engines.server.errors import NotJson, StreamCut, StreamFailed
+from assay.engines.server.stream_reply import StreamAssembler
+from assay.engines.server.whole_reply import whole_reply
 
 
 def delta(

@@ -11,7 +11,8 @@ import pytest
 
 from assay.engines import Capability, MissingCapability, TokenScores, score_all
 from assay.engines.server.engine import ServerEngine
-from assay.engines.server.http import BadScores, Limits
+from assay.engines.server.errors import BadScores
+from assay.engines.server.http import Limits
 from stub_server import MODEL, Exchange, StubServer, healthy, models, text
 
 PATIENT = Limits(retries=1, first_backoff_s=0.01)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.engines.server.messages import SseParser
+from assay.engines.server.sse import SseParser
 
 
 def parse(*pieces: bytes) -> list[str]:

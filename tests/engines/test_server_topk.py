@@ -14,7 +14,8 @@ import pytest
 
 from assay.engines import MissingCapability
 from assay.engines.server.engine import ServerEngine
-from assay.engines.server.http import BadScores, Limits
+from assay.engines.server.errors import BadScores
+from assay.engines.server.http import Limits
 from stub_server import Exchange, StubServer, healthy, text
 
 COMPLETIONS = "POST /v1/completions"
@@ -157,9 +158,9 @@ def test_rows_must_fit_the_tokens(engine: ServerEngine) -> None:
 
 
 def test_one_forbidden_route_leaves_the_others_and_all_forbidden_says_so() -> None:
-    from assay.engines.server.http import Unauthorized
-    from assay.engines.server.scoring import TopkLogprobs
-    from assay.engines.server.scoring import topk_logprobs as by_routes
+    from assay.engines.server.errors import Unauthorized
+    from assay.engines.server.topk import TopkLogprobs
+    from assay.engines.server.topk import topk_logprobs as by_routes
 
     scores = TopkLogprobs(1, (-1.0,), ({5: -1.0},), "candidate")
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.engines.scoring import ScoreJob, ScoringPath
-from assay.engines.vllm.ranks import batch_size, cache_reads, plan_window
+from assay.engines.vllm.window_plan import batch_size, cache_reads, plan_window
 
 lengths = st.integers(2, 40).flatmap(
     lambda n: st.tuples(st.just(n), st.integers(1, n - 1), st.integers(1, n))

@@ -19,7 +19,7 @@ from vllm_stand_in import VOCAB, Engine, install
 from assay.engines.scoring import LogitRows, ScoreJob, ScoringPath, StateRows, Window, WindowRows
 from assay.engines.vllm.core import VllmCore
 from assay.engines.vllm.scorer import VllmScorer
-from assay.engines.vllm.start import VllmSpec
+from assay.engines.vllm.spec import VllmSpec
 from assay.errors import AssayError, UsageError
 
 LENGTH = 24

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from assay.engines.scoring import HookSpec
-from assay.engines.vllm.hooks import KvHooks
+from assay.engines.vllm.kv_hooks import KvHooks
 from assay.errors import AssayError
 
 TOKENS, HEADS, KV_HEADS, WIDTH, LAYERS = 6, 4, 2, 8, 3

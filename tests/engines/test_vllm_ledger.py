@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.engines.vllm.ranks import Fed, RowLedger
+from assay.engines.vllm.ledger import Fed, RowLedger
 from assay.errors import AssayError
 
 TOKENS = {5: np.arange(10, 20, dtype=np.int32), 9: np.arange(30, 40, dtype=np.int32)}

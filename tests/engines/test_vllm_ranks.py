@@ -20,10 +20,12 @@ from vllm_stand_in import VOCAB, WIDTH, Engine, ToyModel, install
 
 from assay.engines.scoring import Head, ScoreJob, ScoringPath, StateRows, Window
 from assay.engines.vllm import core as core_module
-from assay.engines.vllm import ranks as ranks_module
+from assay.engines.vllm import head, worker
 from assay.engines.vllm.core import VllmCore, unequal
-from assay.engines.vllm.ranks import HeadFile, Place, ScoringExtension, merged, output_head
-from assay.engines.vllm.start import REPORTS, VllmSpec, parse_spec
+from assay.engines.vllm.head import HeadFile, output_head
+from assay.engines.vllm.spec import VllmSpec, parse_vllm
+from assay.engines.vllm.start import REPORTS
+from assay.engines.vllm.worker import Place, ScoringExtension, merged
 from assay.errors import AssayError, UsageError
 from assay.fidelity.metrics.token_statistics import RowStatistics, window_statistics
 from together import Together
@@ -93,20 +95,20 @@ class RankedEngine(Engine):
 def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[VllmCore, RankedEngine]]:
     """Opens a core over so many ranks."""
     install(monkeypatch)
-    monkeypatch.setattr(ranks_module, "place_of", lambda worker: worker.place)
+    monkeypatch.setattr(worker, "place_of", lambda worker: worker.place)
     monkeypatch.setattr(core_module, "_Deaths", lambda llm: None)
 
     def open_(ranks: int) -> tuple[VllmCore, RankedEngine]:
         engine, together = RankedEngine(ranks), Together(ranks)
         order = {id(w.model_runner): w.place.rank for w in engine.workers}
-        reduce = ranks_module.Rank.reduce
+        reduce = worker.Rank.reduce
 
         def reduce_with_gather(self: Any, *arguments: Any) -> Any:
             own = partial(together.gather, order[id(self.runner)])
             self.gather = own
             return reduce(self, *arguments)
 
-        monkeypatch.setattr(ranks_module.Rank, "reduce", reduce_with_gather)
+        monkeypatch.setattr(worker.Rank, "reduce", reduce_with_gather)
         return VllmCore(VllmSpec("toy", tensor_parallel=ranks), engine), engine
 
     return open_
@@ -156,7 +158,7 @@ def test_an_error_of_a_rank_is_one_line_with_its_number(
     assert len(core.score(WINDOWS)) == 5  # and the engine can go on
     engine.workers[1].model_runner.model.lm_head.quant_method = object()
     engine.workers[1]._assay._head, engine.workers[1]._assay._head_checked = None, False
-    monkeypatch.setattr(ranks_module.Rank, "leave", lambda self, error: None)
+    monkeypatch.setattr(worker.Rank, "leave", lambda self, error: None)
     with pytest.raises(AssayError, match=r"rank 1 of 2: .* quantised or packed"):
         core.score(WINDOWS)
 
@@ -166,7 +168,7 @@ def test_a_rank_that_fails_in_a_step_says_why_and_ends(
 ) -> None:
     monkeypatch.setenv(REPORTS, str(tmp_path))
     ended: list[int] = []
-    monkeypatch.setattr(ranks_module.os, "_exit", ended.append)
+    monkeypatch.setattr(worker.os, "_exit", ended.append)
     core, engine = opened(2)
     core.begin(ScoreJob(batch=2), 24)
 
@@ -197,12 +199,12 @@ def test_an_error_without_words_says_where_it_came_from() -> None:
     try:
         raise AssertionError
     except AssertionError as error:
-        said = ranks_module.words_of(error)
+        said = head.words_of(error)
     assert (
         said.startswith("AssertionError: in test_an_error_without_words")
         and "test_vllm_ranks.py:" in said
     )
-    assert ranks_module.words_of(ValueError("no room")) == "ValueError: no room"
+    assert head.words_of(ValueError("no room")) == "ValueError: no room"
 
 
 def test_a_replicated_head_is_shared_evenly() -> None:
@@ -254,13 +256,13 @@ def test_what_heads_and_layers_do_not_divide_is_refused_before_vllm_starts(
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
     with pytest.raises(UsageError, match=said) as caught:
-        parse_spec(f"vllm:{tmp_path}?{options}")
+        parse_vllm(f"vllm:{tmp_path}?{options}")
     assert "\n" not in caught.value.message
-    assert parse_spec(f"vllm:{tmp_path}?tensor_parallel=2&pipeline_parallel=3").ranks == 6
+    assert parse_vllm(f"vllm:{tmp_path}?tensor_parallel=2&pipeline_parallel=3").ranks == 6
     for odd in (
         [1],
         {"text_config": [1]},
         {"num_attention_heads": "8", "num_key_value_heads": [1], "num_hidden_layers": "3"},
     ):
         (tmp_path / "config.json").write_text(json.dumps(odd))  # vLLM says what is wrong with it
-        assert parse_spec(f"vllm:{tmp_path}?{options}").ranks > 1
+        assert parse_vllm(f"vllm:{tmp_path}?{options}").ranks > 1

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from assay.engines.vllm import scorer as placement
-from assay.engines.vllm.start import VllmSpec, parse_spec
+from assay.engines.vllm.spec import VllmSpec, parse_vllm
 from assay.errors import AssayError, UsageError
 
 
 def test_options_are_read_by_type() -> None:
-    spec = parse_spec(
+    spec = parse_vllm(
         'vllm:./m?kv_cache_dtype=fp8&max_model_len=512&gpu_memory_utilization=0.5&enforce_eager=no&args={"block_size":32}'
     )
     assert spec == VllmSpec(
@@ -46,7 +46,7 @@ def test_options_are_read_by_type() -> None:
 )
 def test_what_makes_no_sense_is_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        parse_spec(text)
+        parse_vllm(text)
 
 
 def test_a_named_python_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from assay.engines.vllm.start import (
-    REPORTS,
-    VllmSpec,
-    _prepare_ranks,
-    forget_ranks,
-    let_numba_be_looked_into,
-)
+from assay.engines.vllm.spec import VllmSpec
+from assay.engines.vllm.start import REPORTS, _prepare_ranks, forget_ranks, let_numba_be_looked_into
 
 
 def test_a_library_of_numba_has_no_attributes_but_functions() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.engines.vllm.hooks import WINDOW, HookContext, Rewrite, Steps
+from assay.engines.vllm.kv_hooks import HookContext
+from assay.engines.vllm.steps import WINDOW, Rewrite, Steps
 from assay.errors import AssayError
 
 BLOCK, HEADS, WIDTH = 4, 2, 3

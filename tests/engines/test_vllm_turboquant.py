@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from assay.engines.vllm.start import SKIP, keep_boundary, name_caches, prepare
+from assay.engines.vllm.cache_names import SKIP, keep_boundary, name_caches, prepare
 
 CONFIG = "vllm.model_executor.layers.quantization.turboquant.config"
 MODULE = "vllm.v1.attention.backends.turboquant_attn"

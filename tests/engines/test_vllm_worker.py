@@ -20,10 +20,11 @@ torch = pytest.importorskip("torch")
 from vllm_stand_in import VOCAB, Engine, install
 
 from assay.engines.scoring import Head, HookSpec, ScoreJob, ScoringPath, StateRows, Window
-from assay.engines.vllm import scorer
+from assay.engines.vllm import remote as remote_end
 from assay.engines.vllm.core import VllmCore
-from assay.engines.vllm.scorer import RemoteCore, Session, send
-from assay.engines.vllm.start import VllmSpec
+from assay.engines.vllm.remote import RemoteCore
+from assay.engines.vllm.spec import VllmSpec
+from assay.engines.vllm.wire import Session, send
 from assay.errors import AssayError, UsageError
 
 WINDOWS = [Window(3, tuple(range(12))), Window(8, tuple(range(12, 24)))]
@@ -190,7 +191,7 @@ def test_a_rank_that_does_not_start_is_named_with_its_own_words(
 WORKER = """
 import sys, time
 from types import SimpleNamespace
-from assay.engines.vllm import scorer
+from assay.engines.vllm import wire
 
 class Core:
     tokenizer = SimpleNamespace(sha256="0", vocab_size=9, bos_id=None, decode=lambda ids: f"<{ids}>")
@@ -202,8 +203,8 @@ class Core:
             STEP
     def close(self): pass
 
-scorer.VllmCore.start = lambda spec: Core()
-scorer.main()
+wire.VllmCore.start = lambda spec: Core()
+wire.main()
 """
 
 
@@ -218,7 +219,7 @@ scorer.main()
 def test_an_interrupted_worker_still_says_what_tokens_are(
     step: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer, "_INTERRUPT_SECONDS", 5.0)
+    monkeypatch.setattr(remote_end, "_INTERRUPT_SECONDS", 5.0)
     (tmp_path / "worker.py").write_text(WORKER.replace("STEP", step))
     core = RemoteCore(
         VllmSpec("m"), script(tmp_path, f"exec {sys.executable} {tmp_path / 'worker.py'}")

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from assay.engines.vllm.hooks import WINDOW
-from assay.engines.vllm.ranks import ScoringExtension
+from assay.engines.vllm.steps import WINDOW
+from assay.engines.vllm.worker import ScoringExtension
 
 VOCAB, WIDTH, BLOCK = 50, 8, 16
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from assay.engines.scoring import LogitRows, Window
-from assay.engines.server.scoring import TopkLogprobs
+from assay.engines.server.topk import TopkLogprobs
 from assay.fidelity.metrics.bounds import SLACK, BoundedStatistics, choose_ids, window_bounds
 from assay.fidelity.observation import BoundedObservation, from_arrays, observation, to_arrays
 from assay.runs import Kept

@@ -21,8 +21,8 @@ torch = pytest.importorskip("torch")
 from assay.cli.main import invoke
 from assay.engines import MissingCapability
 from assay.engines.scoring import LogitRows, ScoreJob, ScoringPath, Window, WindowRows
-from assay.engines.server.engine import ServerCandidate, parse_spec
-from assay.engines.server.http import BadScores
+from assay.engines.server.candidate import ServerCandidate, parse_server
+from assay.engines.server.errors import BadScores
 from assay.engines.specs import open_candidate
 from assay.errors import AssayError, UsageError
 from assay.fidelity import compare as compare_module
@@ -282,14 +282,14 @@ class TestTokenizer:
 )
 def test_what_is_wrong_in_a_spec_is_named(spec: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        parse_spec(spec.replace("//", "//me:secret@"))
+        parse_server(spec.replace("//", "//me:secret@"))
 
 
 def test_a_password_in_the_url_is_printed_nowhere() -> None:
-    assert parse_spec("http://me:secret@h:1?model=m&ids=7").ids == 7
+    assert parse_server("http://me:secret@h:1?model=m&ids=7").ids == 7
     assert label_of("http://me:secret@h:1?model=m") == "http://h:1?model=m"
     with pytest.raises(UsageError) as caught:
-        parse_spec("http://me:secret@h:1?speed=2")
+        parse_server("http://me:secret@h:1?speed=2")
     assert "secret" not in str(caught.value) + caught.value.remedy
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from assay.engines.gguf import GgufScorer
+from assay.engines.gguf.scorer import GgufScorer
 from assay.engines.scoring import LogitRows, ScoreJob
 from assay.fidelity.llama_base import BaseFile, open_base, write_base
 from assay.fidelity.metrics.token_statistics import window_statistics

@@ -28,7 +28,9 @@ from assay.fidelity.report import blocks, pareto, short_names
 from assay.fidelity.result import CandidateResult, verdict_of
 from assay.fidelity.summary import summarise
 from assay.stats import Resampling
-from assay.stats.equivalence import Grade, Margins, Standing, confidence_of_look
+from assay.stats.equivalence import Grade, Margins
+from assay.stats.multiplicity import confidence_of_analysis
+from assay.stats.non_inferiority import Standing
 from assay.verdict import Chart, Severity, Table, Verdict
 
 TOKENS = 40
@@ -238,7 +240,7 @@ def test_every_look_after_an_undecided_one_is_stricter(
     assert (look(64).number, look(128).number) == (1, 2)
     look(128).record(undecided)
     assert (look(128).number, look(256).number) == (2, 3)
-    assert [confidence_of_look(k) for k in (1, 2, 3)] == [0.95, 0.99, 0.995]
+    assert [confidence_of_analysis(k) for k in (1, 2, 3)] == [0.95, 0.99, 0.995]
     next(tmp_path.glob("looks/*.json")).write_text("damaged")
     assert look(256).number == 1
 

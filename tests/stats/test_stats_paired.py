@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from assay.stats import cluster_ratio
-from assay.stats.equivalence import (
-    NonInferiority,
-    Standing,
-    counted_answers,
-    mcnemar,
-    non_inferiority,
-    paired_answers,
-    paired_difference,
-)
+from assay.stats.answers import counted_answers, mcnemar, paired_answers
+from assay.stats.non_inferiority import NonInferiority, Standing, non_inferiority, paired_difference
 
 
 def test_paired_difference_is_the_paired_t_test_on_equal_windows() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from assay.stats import cluster_mean, cluster_proportion, cluster_ratio, wilson
-from assay.stats.equivalence import holm, resolution, windows_for, windows_needed
+from assay.stats.multiplicity import holm
+from assay.stats.resolution import resolution, windows_for, windows_needed
 
 
 def test_resolution_of_the_pilot_itself_is_its_own_interval() -> None:

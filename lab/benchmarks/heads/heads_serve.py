@@ -40,7 +40,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assay.engines.vllm.start import PREFIX, name_caches
+from assay.engines.vllm.cache_names import PREFIX, name_caches
 from assay.runs import write_atomically
 from assay.speculation.completions import TOP
 from assay.speculation.lossless import GREEDY_TOKENS, SAMPLED_TOKENS, judge_texts

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from assay.engines.specs import parse_spec
+from assay.engines.hf.spec import parse_hf
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay_lab.kv.cache_shape import CacheShape, cache_shape
@@ -214,7 +214,7 @@ def shape_of(model: str) -> CacheShape:
     """The cache of a model from its configuration alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path = parse_spec(model).model
+    path = parse_hf(model).model
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):

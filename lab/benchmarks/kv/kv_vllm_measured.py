@@ -39,7 +39,7 @@ def start(job: dict[str, Any]) -> Any:
     from vllm import LLM
 
     if engine["kv_cache_dtype"].startswith("turboquant") and engine["runner"] == "1":
-        from assay.engines.vllm.start import name_caches
+        from assay.engines.vllm.cache_names import name_caches
 
         name_caches(engine["kv_cache_dtype"])
     longest = max(given["length"], given["prompt"] + given["new"]) + 16
@@ -97,7 +97,7 @@ class Bench:
         """
         from vllm import SamplingParams
 
-        from assay.engines.vllm.hooks import WINDOW
+        from assay.engines.vllm.steps import WINDOW
 
         size = self.vocabulary
         # Any tokens do: nothing is scored. 17 is no common factor of it, so that windows differ.
@@ -143,7 +143,8 @@ class Bench:
     def hooked(self, row: dict[str, Any]) -> Any:
         """The codec in the engine's layers: as a server has it, in snapshot as windows are scored."""
         from assay.engines.scoring import HookSpec
-        from assay.engines.vllm.hooks import KvHooks, Steps
+        from assay.engines.vllm.kv_hooks import KvHooks
+        from assay.engines.vllm.steps import Steps
         from assay_lab.kv.cache_hook import hook_spec
 
         runner = self.core.model_executor.driver_worker.model_runner

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from assay.engines.scoring import Engagement, HookSpec, ScoreJob, Window
-from assay.engines.vllm.hooks import Rewrite
 from assay.engines.vllm.scorer import VllmScorer
+from assay.engines.vllm.steps import Rewrite
 from assay.fidelity.metrics.token_statistics import window_statistics
 from assay_lab.kv.cache_bytes import measured_bytes, stream_facts
 from assay_lab.kv.codecs.samples import Samples, Site

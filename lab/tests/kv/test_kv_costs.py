@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from assay.engines.hf.scorer import HfScorer
-from assay.engines.specs import HfSpec
+from assay.engines.hf.spec import HfSpec
 from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.calibrate import capture, measure_sensitivity
 from assay_lab.kv.calibration import Calibration, read_calibration

@@ -20,8 +20,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from assay.engines.hf.scorer import HfScorer
+from assay.engines.hf.spec import HfSpec
 from assay.engines.scoring import ScoreJob, TokenizerFacts, Window, WindowRows
-from assay.engines.specs import HfSpec
 from assay.errors import AssayError
 from assay.fidelity.budget import Budget, OutOfTime
 from assay.fidelity.pace import Pace

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from test_kv_vllm_hook import HEADS, LAYERS, LENGTH, WIDTH, Context, LlamaForCausalLM
 
 from assay.engines.scoring import load_hook
-from assay.engines.vllm.hooks import Request
+from assay.engines.vllm.steps import Request
 from assay.errors import UsageError
 from assay_lab.kv.cache_bytes import stream_facts
 from assay_lab.kv.cache_shape import CacheShape

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from assay.engines.scoring import load_hook
-from assay.engines.vllm.hooks import Request
+from assay.engines.vllm.steps import Request
 from assay.errors import AssayError
 from assay_lab.kv.cache_bytes import measured_bytes, stream_facts
 from assay_lab.kv.hook_plan import hook_spec

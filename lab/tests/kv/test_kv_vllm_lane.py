@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from assay.engines.vllm.hooks import Request
+from assay.engines.vllm.steps import Request
 from assay.errors import AssayError
 from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.vllm.stream import VllmStream

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay.engines.vllm.hooks import Request
+from assay.engines.vllm.steps import Request
 from assay_lab.kv.cache_bytes import stream_facts
 from assay_lab.kv.cache_hook import CodecHook
 from assay_lab.kv.hook_plan import HookPlan, Mode

@@ -25,7 +25,7 @@ from typing import Annotated, Any, TextIO, get_args, get_type_hints
 import typer
 import typer.core
 
-from assay.engines.machine import out_of_memory
+from assay.engines.device import out_of_memory
 from assay.errors import AssayError, UsageError
 from assay.extras import not_installed
 from assay.options import Declared, Options, declared_options, option

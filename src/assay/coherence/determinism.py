@@ -20,7 +20,7 @@ from assay.coherence.conversation import side_by_side, user
 from assay.coherence.fingerprint import ROUNDING, WIDTH
 from assay.engines import Capability, Request
 from assay.engines.server.engine import ServerEngine
-from assay.engines.server.scoring import TopToken
+from assay.engines.server.top_tokens import TopToken
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Finding, Metric, Severity, Table, Verdict

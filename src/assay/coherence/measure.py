@@ -25,7 +25,7 @@ from assay.coherence.stages import FIRST, Stage
 from assay.coherence.streams import STREAM_CASES, StreamingEngine, check_streams
 from assay.coherence.tools import cases, run_level
 from assay.engines import Capability, Engine
-from assay.engines.server.http import RequestRefused
+from assay.engines.server.errors import RequestRefused
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Verdict

@@ -71,9 +71,10 @@ def reference_folder(spec: str) -> Path:
             remedy="write hf:PATH, with the folder of a trusted checkpoint",
             finding_id="coherence.usage",
         )
-    from assay.engines.specs import parse_spec, require_packages
+    from assay.engines.hf.spec import parse_hf
+    from assay.engines.specs import require_packages
 
-    folder = Path(parse_spec(spec).model)
+    folder = Path(parse_hf(spec).model)
     if not folder.is_dir():
         raise _unusable(
             f"the reference model {folder.name} is not a folder that can be read", _GIVE

@@ -35,7 +35,7 @@ from assay.coherence.stages import (
 )
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress, span
-from assay.stats.equivalence import confidence_of_look
+from assay.stats.multiplicity import confidence_of_analysis
 from assay.verdict import Finding, Report, Verdict, worst
 
 EARLY = 0.9999
@@ -159,7 +159,7 @@ class Check:
         decide.
         """
         while self.interim_analyses < MAX_ANALYSES:
-            if not asks_for_texts(self.judge(confidence_of_look(self.interim_analyses))):
+            if not asks_for_texts(self.judge(confidence_of_analysis(self.interim_analyses))):
                 return
             stage = extension(self.options, self.server.probes, self.interim_analyses + 1)
             chosen, _ = fit([stage], self.pace, self._left(), self._has_kept)
@@ -249,7 +249,7 @@ class Check:
     def report(self, subject: Mapping[str, Any]) -> Report:
         """The report of what there is."""
         self._name_skipped()
-        confidence = confidence_of_look(self.interim_analyses)
+        confidence = confidence_of_analysis(self.interim_analyses)
         reference = None
         if self.kept is not None:
             reference = replace(self.kept, record=self.kept.record.like(self.record))

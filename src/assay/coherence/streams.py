@@ -20,7 +20,7 @@ from assay.coherence.stream_faults import (
     stream_fault,
 )
 from assay.engines import Capability, CapabilityReport, Reply, Request
-from assay.engines.server.http import RequestRefused
+from assay.engines.server.errors import RequestRefused
 from assay.engines.server.trace import StreamTrace
 from assay.errors import AssayError
 

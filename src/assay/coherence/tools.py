@@ -22,7 +22,8 @@ from assay.coherence.conversation import BatchEngine, side_by_side, user
 from assay.coherence.record import CheckRecord, ToolAnswer, ToolLevel
 from assay.engines import GIVEN_UP, Engine, Reply, Request, ToolCall, call_remains, read_calls
 from assay.errors import AssayError
-from assay.stats.equivalence import Standing, mcnemar, paired_answers
+from assay.stats.answers import mcnemar, paired_answers
+from assay.stats.non_inferiority import Standing
 
 LEVELS = (1, 8, 32)
 """Requests at once."""

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from assay.demo import build_once, run_pip
-from assay.engines.gguf import GgufSpec, encode, load_library, load_model
+from assay.engines.gguf.context import encode
+from assay.engines.gguf.library import load_library, load_model
+from assay.engines.gguf.spec import GgufSpec
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import cache_dir
@@ -135,7 +137,7 @@ def convert(gguf: Path, folder: Path, *, turn_end: str | None = None) -> None:
         import transformers
 
         from assay.demo.models import prove_tokenizer
-        from assay.engines.hf.engine import quiet
+        from assay.engines.hf.loading import quiet
 
         with quiet():
             _convert(gguf, folder, turn_end)

@@ -29,7 +29,6 @@ from threading import RLock
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
-from assay.engines.machine import choose_threads
 from assay.engines.ray_worker import (
     Opened,
     Refusal,
@@ -53,6 +52,7 @@ from assay.engines.scoring import (
     check_windows,
 )
 from assay.engines.specs import opened_by
+from assay.engines.threads import choose_threads
 from assay.environment import measured_on
 from assay.errors import AssayError, UsageError
 from assay.progress import NO_PROGRESS, Progress

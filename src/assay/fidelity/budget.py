@@ -10,7 +10,7 @@ from typing import Any
 
 from assay.errors import AssayError
 from assay.progress import Progress, span
-from assay.stats.equivalence import MIN_WINDOWS
+from assay.stats.resolution import MIN_WINDOWS
 from assay.verdict import Finding, Severity, Verdict
 
 LEAST_LENGTH = 128

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from assay.engines.machine import begin_run, interrupt_run
 from assay.engines.ray_scorer import on_ray
 from assay.engines.scoring import ROOM_FACTS, Engagement, ScoringPath
-from assay.engines.server.engine import ServerCandidate
+from assay.engines.server.candidate import ServerCandidate
 from assay.engines.specs import check_spec, is_server, open_candidate
+from assay.engines.threads import begin_run, interrupt_run
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.breakdown.bins import by_class, by_confidence, by_depth, worst_tokens
@@ -47,7 +47,8 @@ from assay.files import read_json
 from assay.progress import NO_PROGRESS, Progress, span
 from assay.runs import Kept, RunLock, cache_dir, cache_path, read_value
 from assay.stats import Resampling
-from assay.stats.equivalence import MIN_PILOT, confidence_of_look
+from assay.stats.multiplicity import confidence_of_analysis
+from assay.stats.resolution import MIN_PILOT
 from assay.verdict import Finding, Metric, Report, Severity, Verdict, worst
 
 Say = Callable[[str], None]
@@ -240,7 +241,7 @@ class Looks:
     """How often a candidate was judged on fewer of the same windows and left undecided.
 
     Who extends a run until it is decided looks several times, and every look can err: see
-    `confidence_of_look`.
+    `confidence_of_analysis`.
     """
 
     def __init__(self, plan: Plan, spec: str, windows: int) -> None:
@@ -540,7 +541,7 @@ def _candidate(
             took_part,
             {**facts, **engine.describe()},
             blocks=blocks,
-            confidence=confidence_of_look(looks.number),
+            confidence=confidence_of_analysis(looks.number),
             self_test=same,
         )
         if not cut:

@@ -18,7 +18,7 @@ from assay.fidelity.pairs import Common, common_windows
 from assay.fidelity.plan import Plan
 from assay.fidelity.result import CandidateResult
 from assay.stats import Interval, percent_change
-from assay.stats.equivalence import POWER, NonInferiority, Standing, non_inferiority
+from assay.stats.non_inferiority import POWER, NonInferiority, Standing, non_inferiority
 from assay.verdict import Finding, Metric, Severity, Verdict
 
 

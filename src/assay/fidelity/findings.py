@@ -9,7 +9,8 @@ from assay.fidelity.bounds import Bounds
 from assay.fidelity.result import CandidateResult
 from assay.fidelity.summary import Summary
 from assay.stats import ClusterEstimate
-from assay.stats.equivalence import MIN_WINDOWS, Grade
+from assay.stats.equivalence import Grade
+from assay.stats.resolution import MIN_WINDOWS
 from assay.verdict import Finding, Severity
 
 

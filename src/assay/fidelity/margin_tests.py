@@ -9,7 +9,8 @@ from typing import Any
 
 from assay.fidelity.plan import Plan
 from assay.fidelity.summary import Summary
-from assay.stats.equivalence import Grade, holm, tost_p
+from assay.stats.equivalence import Grade, tost_p
+from assay.stats.multiplicity import holm
 
 
 @dataclass(frozen=True)

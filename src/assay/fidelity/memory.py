@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.engines.machine import choose_device, free_memory, window_bytes, windows_at_once
+from assay.engines.device import choose_device, free_memory, window_bytes, windows_at_once
+from assay.engines.hf.spec import parse_hf
 from assay.engines.scoring import ScoringPath
-from assay.engines.specs import parse_spec
-from assay.engines.vllm.start import parse_spec as parse_vllm
+from assay.engines.vllm.spec import parse_vllm
 from assay.errors import AssayError
 from assay.fidelity.metrics.token_statistics import BLOCK_BYTES, CACHE_BYTES
 from assay.fidelity.model_size import read_checkpoint
@@ -243,7 +243,7 @@ def _side(spec: str, label: str, plan: Plan, head: int, free: dict[str, int]) ->
         return Side(label, "cpu", path.stat().st_size) if path.is_file() else None
     if kind not in ("hf", "vllm"):
         return None
-    parsed: Any = parse_spec(spec) if kind == "hf" else parse_vllm(spec)
+    parsed: Any = parse_hf(spec) if kind == "hf" else parse_vllm(spec)
     device = choose_device(getattr(parsed, "device", "auto"))
     checkpoint = read_checkpoint(parsed.model, parsed.dtype)
     if checkpoint is None:

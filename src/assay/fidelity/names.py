@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from assay.engines.server.http import without_credentials
+from assay.engines.server.endpoint import without_credentials
 
 PREFIXES = ("hf:", "vllm:", "gguf:", "run:", "pack:", "jsonl:", "datasets:")
 

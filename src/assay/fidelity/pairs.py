@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from assay.fidelity.observation import WindowObservation, by_block
 from assay.fidelity.result import CandidateResult
-from assay.stats.equivalence import PairedDifference, holm, paired_difference
+from assay.stats.multiplicity import holm
+from assay.stats.non_inferiority import PairedDifference, paired_difference
 
 
 @dataclass(frozen=True)

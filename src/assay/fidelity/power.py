@@ -10,7 +10,7 @@ from typing import Any
 from assay.fidelity.observation import WindowObservation
 from assay.fidelity.plan import Plan
 from assay.stats import Interval, cluster_mean, percent_change
-from assay.stats.equivalence import MIN_PILOT, resolution, windows_for
+from assay.stats.resolution import MIN_PILOT, resolution, windows_for
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from assay.engines.scoring import ScoreJob, ScoringEngine, StateRows, Window, WindowRows
-from assay.engines.server.engine import ServerCandidate
+from assay.engines.server.candidate import ServerCandidate
 from assay.errors import AssayError
 from assay.fidelity.metrics.bounds import choose_ids, window_bounds
 from assay.fidelity.metrics.token_statistics import RowStatistics, window_statistics
@@ -22,7 +22,7 @@ from assay.progress import Advance
 from assay.runs import Kept
 
 if TYPE_CHECKING:
-    from assay.engines.server.scoring import TopkLogprobs
+    from assay.engines.server.topk import TopkLogprobs
 from assay.fidelity.observation import WindowObservation, from_arrays, observation, to_arrays
 
 Candidate = ScoringEngine | ServerCandidate

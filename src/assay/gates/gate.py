@@ -17,7 +17,7 @@ from typing import Any
 from assay.bounded_json import loads
 from assay.checkpoint.verify import verify
 from assay.coherence.check import run_check
-from assay.engines.machine import out_of_memory
+from assay.engines.device import out_of_memory
 from assay.engines.server.engine import ServerEngine
 from assay.environment import describe
 from assay.errors import AssayError, UsageError

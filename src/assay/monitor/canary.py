@@ -23,9 +23,10 @@ from assay.coherence.grading import grade
 from assay.coherence.passages import passages
 from assay.coherence.tools import answer_of, cases
 from assay.engines import Capability, Reply, Request
-from assay.engines.server.discovery import Metrics, parse_metrics
 from assay.engines.server.engine import ServerEngine
-from assay.engines.server.http import Limits, one_line
+from assay.engines.server.http import Limits
+from assay.engines.server.metrics import Metrics, parse_metrics
+from assay.engines.server.wording import one_line
 from assay.errors import AssayError, UsageError
 from assay.monitor.change import LEARN, typical
 from assay.speculation.health import Assessment, assess

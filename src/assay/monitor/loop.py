@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from assay.engines.server.http import without_credentials
+from assay.engines.server.endpoint import without_credentials
 from assay.monitor.alarm_log import AlarmLog
 from assay.monitor.alarms import CHANGES
 from assay.monitor.canary import Canary, Round, State

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from assay.engines.server.endpoint import parse_url
 from assay.engines.server.engine import read_key
-from assay.engines.server.http import parse_url
 from assay.monitor.canary import Canary
 from assay.monitor.exporter import Exporter, parse_listen
 from assay.monitor.loop import Watch

@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from assay.engines.machine import free_memory
+from assay.engines.device import free_memory
 from assay.errors import AssayError
 from assay.progress import Progress
 from assay.serving.diagnosis import Diagnosis

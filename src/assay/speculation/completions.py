@@ -27,9 +27,10 @@ class Completions:
         cls, url: str, api_key_env: str | None = None, timeout: float = 120.0
     ) -> Completions:
         """Connect to the server at `url`; AssayError where it cannot be reached or lists no model."""
-        from assay.engines.server.discovery import choose_model, list_models
+        from assay.engines.server.endpoint import parse_url
         from assay.engines.server.engine import default_limits, read_key
-        from assay.engines.server.http import Transport, parse_url
+        from assay.engines.server.http import Transport
+        from assay.engines.server.models import choose_model, list_models
 
         endpoint = parse_url(url)
         transport = Transport(endpoint, key=read_key(api_key_env), limits=default_limits(timeout))

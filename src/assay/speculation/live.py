@@ -83,8 +83,9 @@ def watch(
 
     AssayError where the server cannot be reached at either scrape.
     """
+    from assay.engines.server.endpoint import parse_url
     from assay.engines.server.engine import ServerEngine, default_limits, read_key
-    from assay.engines.server.http import Transport, parse_url
+    from assay.engines.server.http import Transport
 
     with ExitStack() as held:
 

@@ -35,7 +35,8 @@ from numpy.typing import ArrayLike, NDArray
 from assay.errors import AssayError
 from assay.fidelity.observation import WindowObservation
 from assay.stats import Interval, cluster_ratio, not_negative
-from assay.stats.equivalence import holm, paired_difference
+from assay.stats.multiplicity import holm
+from assay.stats.non_inferiority import paired_difference
 
 
 @dataclass(frozen=True)

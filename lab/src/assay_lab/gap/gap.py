@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from assay.engines import setup_differences
-from assay.engines.machine import begin_run
 from assay.engines.ray_scorer import on_ray
+from assay.engines.threads import begin_run
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.names import label_of

@@ -11,7 +11,7 @@ from typing import Any
 from assay.errors import AssayError
 from assay.fidelity.observation import WindowObservation
 from assay.stats import Interval, percent_change
-from assay.stats.equivalence import MIN_WINDOWS
+from assay.stats.resolution import MIN_WINDOWS
 from assay_lab.gap.buckets import Amount, Decomposition, Effect, aligned, effect, own_effect
 from assay_lab.gap.phases import Attribution, Bench, NoiseCurve, StreamResidual, attribute
 from assay_lab.gap.plan import Configuration, Corners, GapPlan, span

@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlencode
 from assay.engines import full_spec, with_options
 from assay.engines.scoring import HookSpec, ScoreJob
 from assay.engines.specs import check_spec
-from assay.engines.vllm.start import parse_spec as parse_vllm
+from assay.engines.vllm.spec import parse_vllm
 from assay.errors import AssayError, UsageError
 from assay.fidelity.names import label_of
 from assay.fidelity.plan import Plan

@@ -8,7 +8,7 @@ from typing import Any
 
 from assay.fidelity.compare import implausible
 from assay.stats import Interval
-from assay.stats.equivalence import windows_needed
+from assay.stats.resolution import windows_needed
 from assay.verdict import (
     Band,
     Block,

@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from assay.engines.hf.engine import HfEngine
-from assay.engines.specs import parse_spec
+from assay.engines.hf.spec import parse_hf
 from assay.errors import UsageError
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import KeptFile
@@ -323,7 +323,7 @@ def run_try(plan: HeadTryPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Measure all rows, each kept in `plan.out` as it is measured; the same command goes on where
     it stopped.
     """
-    spec = parse_spec(plan.model)
+    spec = parse_hf(plan.model)
     head = read_head(plan.head, Path(spec.model))
     unknown = [n for n in plan.heads if n not in HEADS]
     if unknown:

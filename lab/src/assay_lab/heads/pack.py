@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from assay.engines.specs import parse_spec
+from assay.engines.hf.spec import parse_hf
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import cache_path, tar_of, write_atomically
 from assay.stats import Interval
@@ -30,7 +30,7 @@ def run_pack(plan: HeadPackPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Pack the head, trained first where the cache has none. AssayError for a head that is
     incomplete or of another target.
     """
-    target = Path(parse_spec(plan.model).model)
+    target = Path(parse_hf(plan.model).model)
     head = plan.head or cache_path("heads") / target.name
     if plan.head is None and (not (head / FILES[1]).exists() or (head / CHECKPOINT).exists()):
         trained = run_train(HeadTrainPlan.of({"model": plan.model, "out": head}), progress)

@@ -27,8 +27,8 @@ import torch
 
 from assay.engines import full_spec
 from assay.engines.hf.engine import HfEngine
+from assay.engines.hf.spec import parse_hf
 from assay.engines.ray_scorer import Pool
-from assay.engines.specs import parse_spec
 from assay.engines.vllm.path import packages_alone
 from assay.errors import AssayError, UsageError
 from assay.fidelity.text.sources import read_text
@@ -303,7 +303,7 @@ def run_train(plan: HeadTrainPlan, progress: Progress = NO_PROGRESS) -> Report:
             "--python writes the text with one vLLM, --ray with transformers in workers",
             "give one of the two",
         )
-    spec = parse_spec(plan.model)
+    spec = parse_hf(plan.model)
     folder = Path(spec.model)
     out = plan.out or cache_path("heads") / folder.name
     if out.resolve() == folder.resolve():

@@ -11,7 +11,7 @@ import torch
 
 from assay.engines.hf.scorer import HfScorer, window_states
 from assay.engines.scoring import Engagement, ScoreJob, ScoringEngine, Window
-from assay.engines.vllm.start import parse_spec as parse_vllm
+from assay.engines.vllm.spec import parse_vllm
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress

@@ -28,7 +28,8 @@ from assay.fidelity.result import CandidateResult, verdict_of
 from assay.fidelity.summary import is_certain, margins_of
 from assay.options import declared_options
 from assay.progress import NO_PROGRESS, Progress
-from assay.stats.equivalence import Margins, confidence_of_look
+from assay.stats.equivalence import Margins
+from assay.stats.multiplicity import confidence_of_analysis
 from assay.verdict import Finding, Metric, Report, Verdict, worst
 from assay_lab.kv.cache_bytes import LENGTHS, NOTE, CacheBytes
 from assay_lab.kv.codecs.samples import Samples, Site
@@ -276,7 +277,7 @@ def _compared(run: EvalRun, scored: Scored, evaluator: CodecEvaluator) -> Candid
         took_part,
         evaluator.engine.describe(),
         blocks=evaluator.blocks,
-        confidence=confidence_of_look(looks.number),
+        confidence=confidence_of_analysis(looks.number),
         self_test=same,
     )
     if not scored.cut:

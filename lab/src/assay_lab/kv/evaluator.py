@@ -9,8 +9,8 @@ from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from assay.engines.device import memory_error, out_of_memory
 from assay.engines.hf.scorer import HfScorer
-from assay.engines.machine import memory_error, out_of_memory
 from assay.engines.scoring import EngineHook, HookSpec, ScoreJob, ScoringEngine, ScoringPath, Window
 from assay.fidelity.budget import Budget
 from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.engines.scoring import HookSpec, ScoringPath
-from assay.engines.vllm.start import parse_spec as parse_vllm
+from assay.engines.vllm.spec import parse_vllm as parse_vllm
 from assay.errors import UsageError
 from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.calibration import Calibration, read_calibration

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from assay.engines.machine import interrupt_run
+from assay.engines.threads import interrupt_run
 from assay.errors import AssayError
 from assay.verdict import Finding, Severity, Verdict
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from assay.engines import full_spec
 from assay.engines.hf.scorer import HfScorer, check_positions
-from assay.engines.machine import begin_run
 from assay.engines.ray_scorer import RayScorer
 from assay.engines.scoring import ScoringEngine
-from assay.engines.server.http import without_credentials
+from assay.engines.server.endpoint import without_credentials
 from assay.engines.specs import open_scorer
+from assay.engines.threads import begin_run
 from assay.errors import UsageError
 from assay.fidelity.budget import Budget, OutOfTime, size_for
 from assay.fidelity.kept_rows import engine_key

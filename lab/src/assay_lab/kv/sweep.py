@@ -25,7 +25,8 @@ from assay.fidelity.summary import summarise
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import KeptFile
 from assay.stats import Resampling
-from assay.stats.equivalence import MIN_WINDOWS, Margins
+from assay.stats.equivalence import Margins
+from assay.stats.resolution import MIN_WINDOWS
 from assay.verdict import Finding, Report, Verdict
 from assay_lab.kv.choice import choose, judged, pareto_front, ranked, winner_of
 from assay_lab.kv.evaluator import CodecEvaluator

@@ -10,7 +10,7 @@ from assay.coherence.record import CheckRecord, GradedReply
 from assay.coherence.rules.rule import Rule, Ruling, Rulings, coherence_finding, percent
 from assay.coherence.rules.scores import BITS_EQUAL, BITS_MARGIN, bit_loss
 from assay.stats import Interval, interval_json, newcombe, wilson
-from assay.stats.equivalence import confidence_of_look
+from assay.stats.multiplicity import confidence_of_analysis
 from assay.verdict import Finding, Severity
 
 HARD_RATE = 0.05
@@ -151,7 +151,9 @@ def _rate_against(
         else ""
     )
     certain = (
-        newcombe(bad, n, theirs, m, max(confidence, confidence_of_look(2))) if equal else difference
+        newcombe(bad, n, theirs, m, max(confidence, confidence_of_analysis(2)))
+        if equal
+        else difference
     )
     if certain.lo > RATE_MARGIN:
         title = (

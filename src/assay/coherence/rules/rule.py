@@ -3,7 +3,7 @@
 A rule looks at one kind of evidence and says good, bad, unclear, or that it was not examined. It
 compares with a reference where there is one. Intervals are two-sided; their confidence depends on
 how often the verdict has been asked for (alpha spending over interim analyses,
-`assay.stats.equivalence.confidence_of_look`), so that asking again does not make an accident more
+`assay.stats.multiplicity.confidence_of_analysis`), so that asking again makes no accident more
 likely.
 """
 

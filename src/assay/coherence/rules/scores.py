@@ -9,7 +9,7 @@ from assay.coherence.passages import LEAST_TEXTS
 from assay.coherence.record import CheckRecord
 from assay.coherence.rules.rule import Rule, Ruling, Rulings, coherence_finding
 from assay.stats import Interval, cluster_mean, interval_json, mean_interval
-from assay.stats.equivalence import confidence_of_look
+from assay.stats.multiplicity import confidence_of_analysis
 from assay.verdict import Severity
 
 SANE_BITS = 2.0
@@ -97,7 +97,7 @@ def _of_fixed_texts(confidence: float) -> float:
     Extensions of a run add no fixed texts, so later analyses see the same scores again and spend no
     error on them.
     """
-    return confidence if confidence > BEYOND_ANALYSES else confidence_of_look(1)
+    return confidence if confidence > BEYOND_ANALYSES else confidence_of_analysis(1)
 
 
 def bit_loss(

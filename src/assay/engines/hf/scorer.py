@@ -11,10 +11,7 @@ from typing import Any
 import torch
 
 from assay.engines import Engine, setup_facts
-from assay.engines.hf.cache import new_cache, token_bytes, with_cache
-from assay.engines.hf.engine import HfEngine
-from assay.engines.hf.tokenizer import facts_of
-from assay.engines.machine import (
+from assay.engines.device import (
     Batches,
     free_memory,
     memory_error,
@@ -22,6 +19,9 @@ from assay.engines.machine import (
     window_bytes,
     windows_at_once,
 )
+from assay.engines.hf.cache import new_cache, token_bytes, with_cache
+from assay.engines.hf.engine import HfEngine
+from assay.engines.hf.tokenizer import facts_of
 from assay.engines.scoring import (
     Engagement,
     EngineHook,
@@ -38,7 +38,7 @@ from assay.engines.scoring import (
     load_hook,
     top_two,
 )
-from assay.engines.specs import document_start
+from assay.engines.tokenizer import document_start
 from assay.errors import AssayError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 
 from assay.engines.scoring import TokenizerFacts
-from assay.engines.specs import tokenizer_facts
+from assay.engines.tokenizer import tokenizer_facts
 
 _WEIGHTS = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth"})
 _KEPT = 4

@@ -5,8 +5,8 @@ is and can do, `scoring` has the routes to log-probabilities, and `engine` offer
 engine.
 """
 
-from assay.engines.server.discovery import Metrics, parse_metrics
 from assay.engines.server.engine import ServerEngine, default_limits
 from assay.engines.server.http import Limits
+from assay.engines.server.metrics import Metrics, parse_metrics
 
 __all__ = ["Limits", "Metrics", "ServerEngine", "default_limits", "parse_metrics"]

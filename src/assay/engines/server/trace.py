@@ -8,15 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from assay.engines.server.http import (
-    RequestRefused,
-    Transport,
-    error_message,
-    looks_like_html,
-    one_line,
-)
-from assay.engines.server.messages import (
-    SseParser,
+from assay.engines.server.errors import RequestRefused
+from assay.engines.server.fields import (
     as_count,
     as_name,
     as_object,
@@ -24,6 +17,9 @@ from assay.engines.server.messages import (
     logprobs_of,
     reasoning_of,
 )
+from assay.engines.server.http import Transport
+from assay.engines.server.sse import SseParser
+from assay.engines.server.wording import error_message, looks_like_html, one_line
 from assay.errors import AssayError
 
 SHOWN = 200

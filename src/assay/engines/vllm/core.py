@@ -4,7 +4,7 @@ wanted rows.
 The engine's scheduler is stepped from here, so nothing else runs in it; prefix caching and
 asynchronous scheduling are off, and model runner V1 is asked for, as its batch is what the ledger
 reads. The model is in this process too where one GPU holds it; with tensor or pipeline parallelism
-vLLM has a process for every rank (`assay.engines.vllm.ranks`).
+vLLM has a process for every rank (`assay.engines.vllm.worker`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from assay.engines import setup_facts
-from assay.engines.machine import Batches, memory_error, out_of_memory
+from assay.engines.device import Batches, memory_error, out_of_memory
 from assay.engines.scoring import (
     Engagement,
     GreedyStep,
@@ -39,18 +39,13 @@ from assay.engines.scoring import (
     load_hook,
     to_host,
 )
-from assay.engines.specs import tokenizer_facts
-from assay.engines.vllm.hooks import WINDOW
-from assay.engines.vllm.ranks import (
-    Failure,
-    HeadFile,
-    WindowPlan,
-    batch_size,
-    cache_reads,
-    merged,
-    plan_window,
-)
-from assay.engines.vllm.start import REPORTS, VllmSpec, forget_ranks, reason_of, start_llm
+from assay.engines.tokenizer import tokenizer_facts
+from assay.engines.vllm.head import HeadFile
+from assay.engines.vllm.spec import VllmSpec
+from assay.engines.vllm.start import REPORTS, forget_ranks, reason_of, start_llm
+from assay.engines.vllm.steps import WINDOW
+from assay.engines.vllm.window_plan import WindowPlan, batch_size, cache_reads, plan_window
+from assay.engines.vllm.worker import Failure, merged
 from assay.errors import AssayError, UsageError
 
 _AT_ONCE = 64

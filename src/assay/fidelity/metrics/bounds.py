@@ -25,7 +25,7 @@ import torch
 from assay.engines.scoring import WindowRows
 
 if TYPE_CHECKING:
-    from assay.engines.server.scoring import TopkLogprobs
+    from assay.engines.server.topk import TopkLogprobs
 from assay.fidelity.metrics.token_statistics import BLOCK_BYTES, RowStatistics, beyond_rounding
 
 SLACK = 2e-6

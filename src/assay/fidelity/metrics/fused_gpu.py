@@ -1,4 +1,4 @@
-"""The sums of `assay.fidelity.metrics.row_sums.row_sums.row_sums` by one Triton kernel on a GPU, once it gave what
+"""The sums of `assay.fidelity.metrics.row_sums.row_sums.row_sums.row_sums.row_sums` by one Triton kernel on a GPU, once it gave what
 torch gives of real rows.
 
 A program takes a row and reads each side's logits three times in the type that the engine gave
@@ -22,7 +22,7 @@ from assay.environment import gives_the_same
 
 Sums = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of logits of both sides [n, V] and ids [n]: float64 [10, n], the fields of
-`assay.fidelity.metrics.row_sums.row_sums.RowSums` in order.
+`assay.fidelity.metrics.row_sums.row_sums.row_sums.row_sums.RowSums` in order.
 """
 
 _COMPARED_ROWS = 64

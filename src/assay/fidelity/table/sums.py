@@ -155,7 +155,7 @@ def _estimate(
     weight: float,
     ends: tuple[float, float] = (-math.inf, math.inf),
 ) -> ClusterEstimate:
-    """A mean from the sum of squared residuals of its clusters, as `assay.stats.cluster_ratio`
+    """A mean from the sum of squared residuals of its clusters, as `assay.stats.cluster.cluster_ratio`
     gives it.
     """
     value = math.nan if mean is None else float(mean)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from assay.engines.scoring import Window
-from assay.engines.server.engine import ServerCandidate
+from assay.engines.server.candidate import ServerCandidate
 from assay.errors import AssayError
 
 PROBE = (

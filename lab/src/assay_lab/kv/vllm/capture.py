@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from safetensors.torch import load, save_file
 
 from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringEngine, Window
-from assay.engines.vllm.hooks import HookContext, Request
+from assay.engines.vllm.kv_hooks import HookContext
+from assay.engines.vllm.steps import Request
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay_lab.kv.cache_bytes import NOTE

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from assay.engines.scoring import Engagement
-from assay.engines.vllm.hooks import HookContext, Request, Rewrite
-from assay.engines.vllm.ranks import merged
+from assay.engines.vllm.kv_hooks import HookContext
+from assay.engines.vllm.steps import Request, Rewrite
+from assay.engines.vllm.worker import merged
 from assay.errors import AssayError
 from assay_lab.kv.cache_bytes import NOTE, merged_notes, streams_note
 from assay_lab.kv.cache_hook import spread
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class VllmCodecHook:
-    """A codec in the KV cache of vLLM: see `assay.engines.vllm.hooks.KvHook`.
+    """A codec in the KV cache of vLLM: see `assay.engines.vllm.kv_hooks.KvHook`.
 
     Keys are coded before RoPE in the layers whose recipe says so, where vLLM has them in the
     model's type.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from assay.engines.vllm.hooks import Request
+from assay.engines.vllm.steps import Request
 from assay.errors import AssayError
 from assay_lab.kv.coder_protocol import StreamCoder
 from assay_lab.kv.hook_plan import Mode

@@ -1,258 +1,52 @@
-"""What runs in every rank of an engine of vLLM: it watches the steps, keeps the final states and
-takes statistics of them.
-
-vLLM mixes `ScoringExtension` into its workers. With tensor parallelism each rank of the last
-pipeline stage sees the same final states and holds its rows of the output heads; of what it
-computes only sums go to the others (`assay.fidelity.metrics.shards`), so that no rank ever has a whole
-head or a whole row of logits.
-
-A rank that fails in the middle of a collective call would leave the others waiting for it. It
-writes why into a file that the engine's process reads, and ends; vLLM then ends the rest.
-"""
+"""What assay does inside each rank of vLLM: it watches steps, keeps states, reduces rows."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from assay.engines.machine import out_of_memory
+from assay.engines.device import out_of_memory
 from assay.engines.scoring import (
     Engagement,
     Head,
     HookSpec,
-    ScoreJob,
-    ScoringPath,
     StateRows,
     VocabularyShard,
     Window,
     to_device,
     to_host,
 )
-from assay.engines.vllm.hooks import WINDOW, KvHooks, Steps, around_steps
+from assay.engines.vllm.head import (
+    HeadFile,
+    check_head,
+    first_row,
+    output_head,
+    parameters,
+    whole_vocabulary,
+    words_of,
+)
+from assay.engines.vllm.kv_hooks import KvHooks
+from assay.engines.vllm.ledger import Fed, RowLedger
+from assay.engines.vllm.place import Place, place_of
 from assay.engines.vllm.start import REPORTS
+from assay.engines.vllm.steps import WINDOW, Steps, around_steps
 from assay.errors import AssayError, UsageError
-
-# Which tokens of a window each step feeds, and which row of a step's states belongs to which of
-# them.
-#
-# vLLM packs the requests of a step one after the other: request r of the batch has `count` rows,
-# that of its tokens `start`, `start + 1`, … A window is scored only if every wanted row came
-# exactly once, each step fed exactly the tokens that were planned, and the tokens fed were the
-# window's own.
-
-
-@dataclass(frozen=True)
-class WindowPlan:
-    """How one window of `length` tokens goes through the engine.
-
-    The first `prompt` tokens are the prompt of the request; those that follow are generated, each
-    forced to be the window's own. `blocks` are the (first, past the last) tokens of each step; the
-    last token of a window predicts nothing and is never fed.
-    """
-
-    prompt: int
-    blocks: tuple[tuple[int, int], ...]
-
-    @property
-    def largest(self) -> int:
-        """Tokens of the largest step."""
-        return max(hi - lo for lo, hi in self.blocks)
-
-
-def plan_window(length: int, job: ScoreJob) -> WindowPlan:
-    """The plan of a window of `length` tokens.
-
-    Prefill: everything in one step. Chunked: the prefix (`scored_from − 1` tokens) in one step,
-    then blocks of `job.chunk`, all of it the prompt. Decode: the prefix is the prompt (the first
-    token, where there is none: a request cannot be empty), then one token a step.
-    """
-    last, prefix = length - 1, job.scored_from - 1
-    if job.path is ScoringPath.PREFILL:
-        return WindowPlan(last, ((0, last),))
-    if job.path is ScoringPath.CHUNKED:
-        edges = sorted({0, prefix, *range(prefix, last, job.chunk), last})
-        return WindowPlan(last, tuple(pairwise(edges)))
-    prompt = max(1, prefix)
-    return WindowPlan(prompt, ((0, prompt), *((i, i + 1) for i in range(prompt, last))))
-
-
-def batch_size(
-    wanted: int,
-    plan: WindowPlan,
-    length: int,
-    *,
-    step_tokens: int,
-    sequences: int,
-    cache_tokens: int,
-    block: int,
-) -> int:
-    """Windows that can run side by side without a step being cut or a request being put off; 0 if
-    not even one.
-
-    A step holds at most `step_tokens` tokens, the cache `cache_tokens` in blocks of `block`.
-    """
-    room = cache_tokens // (-(-length // block) * block)
-    return max(0, min(wanted, sequences, step_tokens // plan.largest, room))
-
-
-def cache_reads(blocks: Sequence[tuple[int, int]]) -> int:
-    """Tokens of earlier steps that attention reads in all steps: each step reads what came before
-    it.
-    """
-    return sum(lo for lo, _ in blocks)
-
-
-@dataclass(frozen=True)
-class Fed:
-    """What one request had in one step: its window, the first position, the token ids that were
-    fed.
-    """
-
-    window: int
-    start: int
-    tokens: Sequence[int] | NDArray[np.integer[Any]]
-
-
-@dataclass(frozen=True)
-class Moves:
-    """Rows `source` of a step's states go to rows `target` of the batch's buffer; both int64 [n]."""
-
-    source: NDArray[np.int64]
-    target: NDArray[np.int64]
-
-
-@dataclass
-class RowLedger:
-    """Books the rows of a batch of windows (all of one length). Row `first` … `length − 2` of each
-    are wanted.
-
-    The buffer of the batch has `rows` rows a window, in the order of `windows`: token ids by window
-    key.
-    """
-
-    windows: Mapping[int, NDArray[np.int32]]
-    first: int
-    blocks: tuple[tuple[int, int], ...]
-    _slots: dict[int, int] = field(init=False)
-    _seen: NDArray[np.int32] = field(init=False)
-    _steps: dict[int, list[tuple[int, int]]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._slots = {key: slot for slot, key in enumerate(self.windows)}
-        self._seen = np.zeros((len(self.windows), self.rows), np.int32)
-        self._steps = {key: [] for key in self.windows}
-
-    @property
-    def rows(self) -> int:
-        """Wanted rows of one window."""
-        return self.blocks[-1][1] - self.first
-
-    def book(self, step: Sequence[Fed]) -> Moves:
-        """Book one step, its requests in the order of the batch; AssayError for what was not asked
-        for.
-        """
-        source: list[NDArray[np.int64]] = []
-        target: list[NDArray[np.int64]] = []
-        offset = 0
-        for fed in step:
-            count = len(fed.tokens)
-            if fed.window not in self.windows:
-                raise _wrong(f"a request of another run was scheduled (window {fed.window})")
-            own = self.windows[fed.window][fed.start : fed.start + count]
-            if len(own) != count or not np.array_equal(own, np.asarray(fed.tokens)):
-                raise _wrong(
-                    f"window {fed.window} was fed other tokens than its own at position"
-                    f" {fed.start}: the forced token was not taken"
-                )
-            self._steps[fed.window].append((fed.start, fed.start + count))
-            lo = max(fed.start, self.first)
-            hi = min(fed.start + count, self.first + self.rows)
-            if lo < hi:
-                slot = self._slots[fed.window]
-                self._seen[slot, lo - self.first : hi - self.first] += 1
-                source.append(np.arange(lo, hi) - fed.start + offset)
-                target.append(np.arange(lo, hi) - self.first + slot * self.rows)
-            offset += count
-        empty = np.zeros(0, np.int64)
-        return Moves(
-            np.concatenate(source) if source else empty, np.concatenate(target) if target else empty
-        )
-
-    def check(self) -> None:
-        """AssayError unless every wanted row came once, in exactly the planned steps."""
-        for key, slot in self._slots.items():
-            missing, doubled = int((self._seen[slot] == 0).sum()), int((self._seen[slot] > 1).sum())
-            if missing or doubled:
-                raise _wrong(
-                    f"window {key}: {missing} rows are missing and {doubled} came more than once"
-                )
-            if tuple(self._steps[key]) != self.blocks:
-                raise _wrong(
-                    f"window {key} went through in {len(self._steps[key])} steps instead of"
-                    f" {len(self.blocks)}, beginning with {self._steps[key][:3]} instead of"
-                    f" {list(self.blocks[:3])}"
-                )
-
-
-def _wrong(what: str) -> AssayError:
-    return AssayError(
-        f"vLLM did not run the windows as asked: {what}",
-        finding_id="fidelity.engine_failed",
-        remedy=(
-            "use a smaller batch, so that the KV cache holds it, and no other requests in the same"
-            " engine"
-        ),
-    )
-
-
-# What runs in every rank.
-
 
 OnStep = Callable[[list[Fed], torch.Tensor], None]
 """Called after each step with what every request of the batch was fed, in order, and the final
 states [tokens, d].
 """
 
-_PLAIN = frozenset({"UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"})
+
 _CHECKED_ROWS = 16
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands: number `tensor_rank` of the `tensor_ranks` of pipeline stage `stage`."""
-
-    rank: int = 0
-    tensor_rank: int = 0
-    tensor_ranks: int = 1
-    stage: int = 0
-    stages: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """All ranks of the engine."""
-        return self.tensor_ranks * self.stages
-
-    @property
-    def scores(self) -> bool:
-        """Whether it is of the last stage, which alone has final states and an output head."""
-        return self.stage == self.stages - 1
-
-    def shard(self, vocab: int) -> tuple[int, int]:
-        """Rows of an output head that is held whole by every rank: an even share, from … to."""
-        each = -(-vocab // self.tensor_ranks)
-        return min(vocab, each * self.tensor_rank), min(vocab, each * (self.tensor_rank + 1))
 
 
 @dataclass(frozen=True)
@@ -273,39 +67,6 @@ class Failure:
             smaller = "use a smaller --batch or shorter windows, or run it again with --debug"
             return AssayError(message, finding_id="fidelity.engine_failed", remedy=smaller)
         return (UsageError if self.kind == "UsageError" else AssayError)(message, **self.facts)
-
-
-@dataclass(frozen=True)
-class HeadFile:
-    """An output head in a safetensors file (`weight` [V, d] and perhaps `bias` [V]), of which each
-    rank reads its rows.
-    """
-
-    path: str
-    vocab_size: int
-    softcap: float | None
-    scale: float
-
-    @classmethod
-    def of(cls, head: Head, folder: Path, number: int) -> HeadFile:
-        """The file that the head came from, or one that is written into `folder` now."""
-        path = head.file
-        if path is None:
-            from safetensors.torch import save_file
-
-            path = folder / f"head-{number}.safetensors"
-            parts = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
-            save_file({name: t.detach().cpu().contiguous() for name, t in parts.items()}, path)
-        return cls(str(path), head.vocab_size, head.softcap, head.scale)
-
-    def rows(self, lo: int, hi: int, device: torch.device) -> Head:
-        """Rows lo … hi − 1, or as many of them as there are."""
-        from safetensors import safe_open
-
-        lo, hi = min(lo, self.vocab_size), min(hi, self.vocab_size)
-        with safe_open(self.path, framework="pt") as file:
-            found = {name: file.get_slice(name)[lo:hi].to(device) for name in file.keys()}  # noqa: SIM118
-        return Head(found["weight"], found.get("bias"), softcap=self.softcap, scale=self.scale)
 
 
 class ScoringExtension:
@@ -339,23 +100,6 @@ class ScoringExtension:
             return Failure(rank.place.rank, "bug", words_of(error), {})
 
 
-def place_of(worker: Any) -> Place:
-    """Where a worker of vLLM stands."""
-    parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
-    if parallel is None or parallel.world_size == 1:
-        return Place()
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-    tensor, stages = get_tp_group(), get_pp_group()
-    return Place(
-        worker.rank,
-        tensor.rank_in_group,
-        tensor.world_size,
-        stages.rank_in_group,
-        stages.world_size,
-    )
-
-
 class Rank:
     """One rank: a model runner, the hook in its layers, and the batch that it is at."""
 
@@ -372,7 +116,7 @@ class Rank:
         self._windows = 0
         self._buffer: torch.Tensor | None = None
         self._error: AssayError | None = None
-        self.gather: Callable[[torch.Tensor], torch.Tensor] = _gather
+        self.gather: Callable[[torch.Tensor], torch.Tensor] = gather
         if place.stage and runner.intermediate_tensors is None:
             # vLLM makes them when it measures memory, which its CPU build leaves out where the
             # cache's size is given.
@@ -408,7 +152,7 @@ class Rank:
             "device": str(device),
             "block_size": block,
             "cache_tokens": tokens,
-            "bytes_per_token": _allocated(runner.kv_caches) / tokens if tokens else 0.0,
+            "bytes_per_token": allocated(runner.kv_caches) / tokens if tokens else 0.0,
             "layers": sum(len(group.layer_names) for group in groups),
             "attention_backend": ", ".join(
                 sorted({g.backend.get_name() for groups in runner.attn_groups for g in groups})
@@ -469,7 +213,7 @@ class Rank:
                     self.leave(error)
                 raise
             if self.place.scores and runner.execute_model_state is not None:
-                on_step(_fed(runner, scheduled), runner.execute_model_state.hidden_states)
+                on_step(fed_of(runner, scheduled), runner.execute_model_state.hidden_states)
             return output
 
         self._unwatch = around_steps(runner, step)
@@ -533,7 +277,7 @@ class Rank:
         lo = first_row(self.model, self.place)
         head = file.rows(lo, lo + own.vocab_size, own.weight.device)
         self._vocabularies[number] = min(file.vocab_size, whole_vocabulary(self.model))
-        if _equal(head.weight, own.weight) and _equal(head.bias, own.bias):
+        if equal(head.weight, own.weight) and equal(head.bias, own.bias):
             head = Head(own.weight, own.bias, softcap=head.softcap, scale=head.scale)
         self._heads[number] = head
 
@@ -618,23 +362,7 @@ class Rank:
         os._exit(1)
 
 
-def words_of(error: BaseException) -> str:
-    """Kind and message of an error; where it came from, if it has no message."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = (
-        f"in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}"
-        if frames
-        else ""
-    )
-    return f"{type(error).__name__}: {str(error) or where}"
-
-
-def parameters(model: Any) -> Iterable[torch.Tensor]:
-    """The parameters of a model; none where it is no module."""
-    return model.parameters() if hasattr(model, "parameters") else ()
-
-
-def _gather(tensor: torch.Tensor) -> torch.Tensor:
+def gather(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of every rank of this stage, [ranks, …], in the order of the ranks."""
     import torch.distributed as dist
     from vllm.distributed.parallel_state import get_tp_group
@@ -645,100 +373,14 @@ def _gather(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts)
 
 
-def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+def equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether two ranks hold the same tensor, or neither holds one."""
     if one is None or other is None:
         return one is other
     return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
 
 
-# The output head as vLLM has it: with tensor parallelism a rank holds rows of the vocabulary,
-# padded to a multiple of 64.
-
-
-def whole_vocabulary(model: Any) -> int:
-    """Entries of the whole head, its padding left out."""
-    return int(model.logits_processor.org_vocab_size)
-
-
-def first_row(model: Any, place: Place) -> int:
-    """The id of the first row that this rank has."""
-    size, indices = whole_vocabulary(model), getattr(model.lm_head, "shard_indices", None)
-    if place.tensor_ranks == 1:
-        return 0
-    return (
-        place.shard(size)[0] if indices is None else min(size, int(indices.org_vocab_start_index))
-    )
-
-
-def output_head(model: Any, place: Place = Place()) -> Head:
-    """This rank's rows of the head of `model`, padding cut off. AssayError where there is none in
-    plain numbers.
-    """
-    linear = getattr(model, "lm_head", None)
-    processor = getattr(model, "logits_processor", None)
-    if linear is None or processor is None:
-        raise _no_head(model, "it has no lm_head with a logits processor")
-    method = type(getattr(linear, "quant_method", None)).__name__
-    if method not in _PLAIN or linear.weight.dim() != 2 or not linear.weight.numel():
-        raise _no_head(model, f"its output head is quantised or packed ({method})")
-    if processor.soft_cap is not None and processor.scale != 1.0:
-        raise _no_head(model, "it both caps and scales its logits")
-    size, lo = whole_vocabulary(model), first_row(model, place)
-    indices = getattr(linear, "shard_indices", None)
-    if place.tensor_ranks == 1 or indices is None:
-        rows = slice(*place.shard(size))
-    else:
-        rows = slice(0, min(size, int(indices.org_vocab_end_index)) - lo)
-    bias = getattr(linear, "bias", None)
-    return Head(
-        linear.weight.detach()[rows],
-        None if bias is None else bias.detach()[rows],
-        softcap=processor.soft_cap,
-        scale=float(processor.scale),
-    )
-
-
-def check_head(model: Any, head: Head, place: Place, states: torch.Tensor) -> None:
-    """Compare the head with the engine's own logits on some states [n, d]; AssayError where they
-    differ.
-
-    The engine gathers its logits of these few rows, as it does for every token that it samples.
-    """
-    own = model.compute_logits(states)
-    if own is None:  # gathered by another rank
-        return
-    lo, whole = first_row(model, place), own.shape[-1]
-    own = own[..., lo : lo + head.vocab_size].float()
-    rebuilt = head.logits(states)
-    finite = torch.isfinite(own)
-    largest = float(own[finite].abs().max()) if finite.any() else 0.0
-    tolerance = (
-        max(4 * float(torch.finfo(states.dtype).eps), 1e-5) * largest
-    )  # float32 sums in another order
-    difference = float((own - rebuilt)[finite].abs().max()) if finite.any() else 0.0
-    if (
-        whole != whole_vocabulary(model)
-        or own.shape != rebuilt.shape
-        or not difference <= tolerance
-    ):
-        raise AssayError(
-            f"the logits of {type(model).__name__} cannot be rebuilt from its final states: they"
-            f" differ by {difference:.3g}",
-            finding_id="fidelity.no_head",
-            remedy="compare it through another engine (hf:, gguf:)",
-            evidence={"max_difference": difference, "tolerance": tolerance},
-        )
-
-
-def _no_head(model: Any, why: str) -> AssayError:
-    return AssayError(
-        f"the logits of {type(model).__name__} cannot be rebuilt from its final states: {why}",
-        finding_id="fidelity.no_head",
-        remedy="compare it through another engine (hf:, gguf:)",
-    )
-
-
-def _fed(runner: Any, scheduler_output: Any) -> list[Fed]:
+def fed_of(runner: Any, scheduler_output: Any) -> list[Fed]:
     """What each request of the step was fed, in the order in which their rows lie."""
     step = []
     for row, request_id in enumerate(runner.input_batch.req_ids):
@@ -753,7 +395,7 @@ def _fed(runner: Any, scheduler_output: Any) -> list[Fed]:
     return step
 
 
-def _allocated(tensors: Iterable[Any]) -> int:
+def allocated(tensors: Iterable[Any]) -> int:
     """Bytes behind the tensors; layers may share one allocation, and some keep a list of tensors."""
     storages: dict[int, int] = {}
     for entry in tensors:

@@ -1,182 +1,29 @@
-"""What this machine has free for an engine: cores, memory, a GPU; and what to do where memory runs
-out.
-"""
+"""The device that a model runs on, and how many windows fit in its memory together."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError
 
 if TYPE_CHECKING:
-    from assay.runs import Kept
+    pass
+from assay.engines.cgroup import cgroup, read_text
 
 Item = TypeVar("Item")
+
+
 Result = TypeVar("Result")
 
-_ROOT = Path("/")
-_SAMPLE_SECONDS = 0.25
-_DAY = 86_400.0
+
 _UNKNOWN_MEMORY = 4 << 30
 """Bytes that are taken to be free where the system does not say."""
-
-
-# Cores.
-
-_run: tuple[Any, int] | None = None
-"""What the run is known by, and its threads where it goes on."""
-
-
-def choose_threads() -> int:
-    """How many threads torch should use: `OMP_NUM_THREADS` where it is set, else those of the
-    interrupted run that goes on (`begin_run`), else the cores that were free when they were first
-    counted.
-
-    The choice is made once a process, so that both sides of a comparison add their numbers in the
-    same order.
-    """
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if asked.isdecimal() and int(asked) > 0:
-        return int(asked)
-    return (_run and min(_run[1], len(_allowed_cpus()))) or count_free_cores()
-
-
-@cache
-def count_free_cores() -> int:
-    """The cores that are free now, at least one.
-
-    Free cores are the least of: the physical cores that this process may run on (its affinity), the
-    CPU quota of its cgroup, and those that other programs leave idle over a quarter of a second.
-    The load average stands in where the system does not count idle time; it lags by a minute and
-    also counts what this process did itself. One thread too many costs far more than one too few:
-    at the end of every operation all threads wait for the one that shares its core.
-    """
-    cpus = _allowed_cpus()
-    before = _busy_seconds(cpus)
-    if before is not None:
-        time.sleep(_SAMPLE_SECONDS)
-        after = _busy_seconds(cpus)
-        busy = (after - before) / _SAMPLE_SECONDS if after is not None else 0.0
-    else:
-        busy = os.getloadavg()[0]
-    cores = min(float(len({_core_of(cpu) for cpu in cpus})), len(cpus) - busy, _cpu_quota())
-    return max(1, round(cores))
-
-
-def use_threads(wanted: int = 0) -> int:
-    """Have torch use `wanted` threads, or as many as `choose_threads` says; returns their number."""
-    import torch
-
-    threads = wanted or choose_threads()
-    torch.set_num_threads(threads)
-    return threads
-
-
-def begin_run(about: Any) -> None:
-    """Begin a run, or go on with one that was interrupted less than a day ago: with as many threads
-    as it had.
-
-    What is scored depends on the threads in its last bits: with as many as are free by now, nothing
-    that was kept would fit. `about` is plain data by which the run is known.
-    """
-    global _run
-    threads, since = _kept_threads().get(about, (0, 0.0))
-    _run = (about, threads if 0 <= time.time() - since < _DAY else 0)
-
-
-def _kept_threads() -> Kept:
-    from assay.runs import Kept, cache_path  # numpy, which `assay --help` does without
-
-    return Kept(cache_path("threads"))
-
-
-def interrupt_run() -> None:
-    """Keep the number of threads of the run that is interrupted, for `begin_run`."""
-    if _run:
-        _kept_threads().put(_run[0], (choose_threads(), time.time()))
-
-
-def _allowed_cpus() -> frozenset[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
-
-
-def _core_of(cpu: int) -> str:
-    """What tells a physical core from others: the CPUs that share it."""
-    return _read(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
-
-
-def _busy_seconds(cpus: frozenset[int]) -> float | None:
-    """Seconds since the start of the system in which `cpus` were not idle, own time left out; None
-    where nobody counts.
-    """
-    total, seen = 0.0, False
-    for line in _read("proc/stat").splitlines():
-        name, *columns = line.split()
-        if (
-            name.startswith("cpu")
-            and name[3:].isdecimal()
-            and int(name[3:]) in cpus
-            and len(columns) >= 8
-        ):
-            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, columns[:8])
-            total += user + nice + system + irq + softirq + steal
-            seen = True
-    return total / os.sysconf("SC_CLK_TCK") - time.process_time() if seen else None
-
-
-def _cpu_quota() -> float:
-    """Cores that the cgroup of this process, or one above it, may use; infinite without a limit."""
-    quotas = [float("inf")]
-    for text in _cgroup("cpu", "cpu.max"):
-        quota, _, period = text.partition(" ")
-        if quota.isdecimal():
-            quotas.append(int(quota) / int(period or 100_000))
-    for quota, period in zip(
-        _cgroup("cpu", "cpu.cfs_quota_us", 1), _cgroup("cpu", "cpu.cfs_period_us", 1), strict=False
-    ):
-        if int(quota) > 0:
-            quotas.append(int(quota) / int(period))
-    return min(quotas)
-
-
-def _cgroup(controller: str, name: str, version: int = 2) -> Iterator[str]:
-    """A control file of this process's cgroup and of those above it, as far as they can be read."""
-    for line in _read("proc/self/cgroup").splitlines():
-        _, names, path = line.split(":", 2)
-        if version == 2 and not names:
-            base = Path("sys/fs/cgroup")
-        elif version == 1 and controller in names.split(","):
-            base = Path("sys/fs/cgroup") / controller
-        else:
-            continue
-        own = Path(path.strip("/"))
-        # A container may see its own group as the root of the tree while its path names it from
-        # outside.
-        for folder in (own, *own.parents):
-            if text := _read(str(base / folder / name)):
-                yield text
-
-
-def _read(path: str) -> str:
-    try:
-        return (_ROOT / path).read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
-
-
-# Devices and memory.
 
 
 def choose_device(asked: str = "auto") -> str:
@@ -202,14 +49,14 @@ def free_memory(device: Any = "cpu") -> int:
         return int(torch.cuda.mem_get_info(device)[0] + held)
     available = [
         1024 * int(line.split()[1])
-        for line in _read("proc/meminfo").splitlines()
+        for line in read_text("proc/meminfo").splitlines()
         if line.startswith("MemAvailable:")
     ]
     for version, limit, usage, cached in (
         (2, "memory.max", "memory.current", "inactive_file"),
         (1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        files = (_cgroup("memory", name, version) for name in (limit, usage, "memory.stat"))
+        files = (cgroup("memory", name, version) for name in (limit, usage, "memory.stat"))
         for most, used, statistics in zip(*files, strict=False):
             if most.isdecimal():
                 facts = dict(line.split()[:2] for line in statistics.splitlines())
@@ -221,7 +68,11 @@ _SHARE = 0.7
 """Of the free memory that a batch may take: the rest is for the logits of its rows, and for what
 the formula leaves out.
 """
+
+
 _TOKENS_AT_ONCE = {"cpu": 4_096, "cuda": 65_536}
+
+
 _WINDOWS_AT_ONCE = {"cpu": 16, "cuda": 64}
 """Beyond these more tokens of a prefill, and more windows that are decoded, make nothing faster."""
 
