@@ -21,6 +21,8 @@ from assay.demo.models import build_gemma3, build_qwen05, build_smollm2
 from assay.demo.run import damage_checkpoint
 from vllm_cpu import ONE_PROCESS
 
+pytest_plugins = ["private_home"]
+
 # Where a server shares the cores, an example may take longer than hypothesis allows by itself.
 # Examples are the same in every run, so that what passed once passes everywhere;
 # ASSAY_RANDOM_EXAMPLES=1 goes looking for new ones.

@@ -53,11 +53,24 @@ def test_the_head_gives_vllms_own_logprobs(inside: dict[str, Any]) -> None:
     assert inside["own_decode_logprobs"] < 0.13
 
 
+BF16_LOGIT = 2.0**-3
+"""One unit of a bf16 between 16 and 32, where the largest logits are."""
+
+
+def same(found: dict[str, Any], inside: dict[str, Any]) -> None:
+    """The same numbers but for their last bits: a kernel may share its sums out among cores in
+    another way. Rounding moves a logit by at most half a unit, and a KL is about half the variance of
+    that; what a small change of V does is ten times larger on the average.
+    """
+    assert found["max"] <= BF16_LOGIT**2 / 12 / 2
+    assert found["mean"] <= inside["scaled_v"]["mean"] / 10
+
+
 def test_paths_agree_within_the_rounding_of_bf16(inside: dict[str, Any]) -> None:
     for path in ("batch_1", "chunked", "decode"):
         assert inside[path]["mean"] < 0.005, path
         assert inside[path]["rows"] == 6 * (63 if path == "batch_1" else 31), path
-    assert inside["decode_again"]["max"] == 0.0
+    same(inside["decode_again"], inside)
 
 
 def test_decode_reads_the_cache_and_prefill_does_not(inside: dict[str, Any]) -> None:
@@ -76,11 +89,11 @@ def test_fp8_cache_takes_half_the_bytes_and_shows_in_decode(inside: dict[str, An
 
 def test_an_identity_hook_changes_nothing_and_fires_in_every_layer(inside: dict[str, Any]) -> None:
     assert inside["hooked_layers"] == 30
-    for place in ("pre_rope", "post_rope"):
-        assert inside[f"identity_{place}"]["max"] == 0.0
-        assert inside[f"identity_{place}"]["fires"] == [1]
     assert inside["scaled_v"]["mean"] > 1e-4
-    assert inside["after_hooks"]["max"] == 0.0
+    for place in ("pre_rope", "post_rope"):
+        same(inside[f"identity_{place}"], inside)
+        assert inside[f"identity_{place}"]["fires"] == [1]
+    same(inside["after_hooks"], inside)
 
 
 @pytest.fixture(scope="module")

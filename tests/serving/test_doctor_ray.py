@@ -42,9 +42,11 @@ def diagnose(
 
 
 def findings(report: Report) -> Any:
-    """What the doctor says, without clocks."""
+    """What the doctor says, without clocks: which starts of a configuration ran first, and how many
+    ran ahead of a decision, is the cluster's affair.
+    """
     found = report.results
-    starts = [(s["settings"], s["state"], s["resumed"]) for s in found["starts"]]
+    starts = {(tuple(s["settings"]), s["state"], s["resumed"]) for s in found["starts"]}
     return (
         report.exit_code,
         found["guilty_sets"],
