@@ -16,7 +16,7 @@ from assay.errors import AssayError, UsageError
 from assay.runs import cache_dir
 from llama_cpp_package import require_llama_cpp
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.llama]
 
 TEXT = (
     "The tower is 324 metres tall, about the same height as an 81-storey building, and the tallest"

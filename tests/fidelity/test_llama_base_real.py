@@ -19,7 +19,7 @@ from assay.fidelity.windows import Cut, cut_windows
 from assay.runs import cache_dir
 from llama_cpp_package import require_llama_cpp
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.llama]
 
 CUT = Cut(length=64, protocol="second-half")
 WINDOWS = 2

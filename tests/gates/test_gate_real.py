@@ -17,7 +17,7 @@ from assay.demo import llama_server
 from assay.demo.models import SMOLLM2, gguf_of
 from assay.runs import cache_dir
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.llama]
 BINARY = cache_dir("llama.cpp") / "bin" / "llama-server"
 CONTRACT = """\
 [subject]

@@ -22,7 +22,7 @@ from assay.runs import cache_dir
 from assay.serving.launch import free_port
 from monitor.watched import impatient
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.llama]
 BINARY = cache_dir("llama.cpp") / "bin" / "llama-server"
 
 

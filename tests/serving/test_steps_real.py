@@ -16,7 +16,7 @@ from assay.engines.server.engine import ServerEngine
 from assay.runs import cache_dir
 from assay.serving.symptoms import Measure, Observation, measure, see
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.llama]
 BINARY = cache_dir("llama.cpp") / "bin" / "llama-server"
 
 

@@ -66,6 +66,7 @@ def test_head_states(run: str, health: str, finding: str | None, kind: str) -> N
 
 
 @pytest.mark.engine
+@pytest.mark.llama
 def test_a_live_llama_cpp_agrees_with_its_log_and_its_responses(tmp_path: Path) -> None:
     import httpx
 
