@@ -17,8 +17,8 @@ import pytest
 from hypothesis import settings
 
 from assay import demo
+from assay.demo.damage import damage_checkpoint
 from assay.demo.models import build_gemma3, build_qwen05, build_smollm2
-from assay.demo.run import damage_checkpoint
 from vllm_cpu import ONE_PROCESS
 
 pytest_plugins = ["private_home"]

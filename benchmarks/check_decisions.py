@@ -46,8 +46,8 @@ from assay.coherence.record import CheckRecord, GradedReply, PassageScore, Probe
 from assay.coherence.rules.rule import interval_json
 from assay.coherence.run import asks_for_texts
 from assay.coherence.stages import EXTENSIONS, MAX_ANALYSES
+from assay.demo.damage import DAMAGES, damage_checkpoint
 from assay.demo.models import build_smollm2
-from assay.demo.run import DAMAGES, damage_checkpoint
 from assay.engines.hf.engine import HfEngine
 from assay.environment import describe
 from assay.stats import wilson

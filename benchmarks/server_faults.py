@@ -32,8 +32,8 @@ from assay.coherence.judge import judge
 from assay.coherence.options import CheckOptions
 from assay.coherence.record import CheckRecord
 from assay.demo import vllm_server
+from assay.demo.damage import DAMAGES, damage_checkpoint
 from assay.demo.models import build_gemma3, build_smollm2
-from assay.demo.run import DAMAGES, damage_checkpoint
 from server_faults_results import RESULTS, load, machine, merged, save
 
 NO_BOS = "gemma_without_bos"

@@ -120,7 +120,7 @@ def make_draft(kind: str, source: Path, target: Path) -> Path:
     partial = target.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     if kind.startswith("int"):
-        from assay.demo.run import damage_checkpoint
+        from assay.demo.damage import damage_checkpoint
 
         damage_checkpoint(kind, source, partial)
     else:

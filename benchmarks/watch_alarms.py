@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 
 from assay.demo import vllm_server
+from assay.demo.damage import damage_checkpoint
 from assay.demo.models import build_smollm2
-from assay.demo.run import damage_checkpoint
 from assay.engines import Request
 from assay.engines.server.engine import ServerEngine
 from assay.environment import describe

@@ -42,6 +42,7 @@ class Guard:
         # The programs, the checkout and temporary folders may be in the user's home.
         own = {*sys.path, sys.prefix, sys.base_prefix, *site.getsitepackages()}
         own |= {str(Path(__file__).parents[1]), tempfile.gettempdir(), os.environ.get("TMPDIR", "")}
+        own.add(os.environ.get("PYENV_ROOT") or f"{home}/.pyenv")
         self._allowed = tuple(f"{Path(path).absolute()}/" for path in own if path)
         self._test: pytest.Item | None = None
         self._count = 0

@@ -14,13 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from assay.demo.run import (
-    DAMAGES,
-    bf16_tensors,
-    bf16_to_float32,
-    damage_checkpoint,
-    float32_to_bf16,
-)
+from assay.demo.bf16 import bf16_tensors, bf16_to_float32, float32_to_bf16
+from assay.demo.damage import DAMAGES, damage_checkpoint
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prompts import MORE_PROMPTS, PROMPTS
 
-from assay.demo.run import DAMAGES
+from assay.demo.damage import DAMAGES
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ def test_the_demo_asks_for_its_packages_before_it_fetches_anything(
     monkeypatch.setattr(
         "assay.demo.run.find_spec", lambda name: None if name == "gguf" else object()
     )
-    monkeypatch.setattr("assay.demo.vllm_python", lambda _: pytest.fail("it began to install"))
+    monkeypatch.setattr("assay.demo.run.prepare", lambda _: pytest.fail("it began to install"))
     code, report = run(capsys, "demo")
     assert code == 2
     assert "not installed: gguf" in report["findings"][0]["title"]

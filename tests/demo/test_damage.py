@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from assay.demo.run import (
-    BLOCK_BYTES,
-    BLOCKS,
-    DAMAGES,
-    bf16_to_float32,
-    damage_checkpoint,
-    float32_to_bf16,
-    round_to_nearest,
-)
+from assay.demo.bf16 import bf16_to_float32, float32_to_bf16
+from assay.demo.damage import BLOCK_BYTES, BLOCKS, DAMAGES, damage_checkpoint, round_to_nearest
 from assay.errors import AssayError, UsageError
 
 LAYERS, HIDDEN = 6, 192

@@ -158,7 +158,7 @@ def test_the_signal_that_ended_a_server_is_named(tmp_path: Path) -> None:
 def test_a_server_that_never_answers_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "START_SECONDS", 1.0)
+    monkeypatch.setattr("assay.demo.servers.START_SECONDS", 1.0)
     binary = program(
         tmp_path, "#!{python}\nimport time\nprint('loading')\ntime.sleep(60)  # {pid_file}\n"
     )

@@ -44,7 +44,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     load_library.cache_clear()
     with pytest.raises(AssayError, match="needs llama-cpp-python") as caught:
         GgufScorer.load("gguf:m.gguf")
-    assert ".[gguf]" in caught.value.remedy
+    assert "llm-assay[gguf]" in caught.value.remedy
 
 
 @given(

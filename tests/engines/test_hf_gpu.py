@@ -17,7 +17,8 @@ from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.environment import describe
 from assay.errors import AssayError
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
 
 LENGTH = 1024
 

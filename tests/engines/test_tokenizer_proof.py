@@ -14,8 +14,8 @@ gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from assay.demo import models as tokenizer_proof
-from assay.demo.models import PROBE, prove_tokenizer
+from assay.demo import tokenizer_proof
+from assay.demo.tokenizer_proof import PROBE, prove_tokenizer
 from assay.errors import AssayError
 from assay.runs import cache_dir
 

@@ -297,12 +297,10 @@ def prepare_demo() -> int:
     exit code.
     """
     from assay.cli.progress import show
-    from assay.demo import vllm_python
-    from assay.demo.models import build_smollm2
+    from assay.demo.prepare import prepare
 
     try:
-        vllm_python(show)
-        build_smollm2(show)
+        prepare(show)
     except AssayError as error:
         print(f"assay: {error.message}\n  {error.remedy}", file=sys.stderr)
         return error.verdict.exit_code
