@@ -283,3 +283,24 @@ class TestOthers:
         assert evidence.record.engine == "vllm"
         assert evidence.per_engine["llama.cpp"].counts.drafted == 60
         assert evidence.record.counts.drafted == 200
+
+
+class TestTgi:
+    PAGE = """# TYPE tgi_request_skipped_tokens histogram
+tgi_request_skipped_tokens_bucket{le="0"} 40
+tgi_request_skipped_tokens_bucket{le="1"} 90
+tgi_request_skipped_tokens_bucket{le="2"} 200
+tgi_request_skipped_tokens_bucket{le="+Inf"} 200
+tgi_request_skipped_tokens_sum 270
+tgi_request_skipped_tokens_count 200
+"""
+
+    def test_skipped_tokens_are_accepted_drafts(self) -> None:
+        record = lines.read_metrics(self.PAGE).record
+        assert (record.counts.drafts, record.counts.accepted) == (200, 270)
+        assert record.positions == ((160, 200), (110, 200))
+        assert record.tokens_per_step == pytest.approx(1 + 270 / 200)
+
+    def test_nothing_skipped_is_not_called_off(self) -> None:
+        page = self.PAGE.replace("_sum 270", "_sum 0")
+        assert lines.read_metrics(page).record.engine is None

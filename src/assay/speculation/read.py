@@ -20,6 +20,7 @@ from assay.speculation.metrics_page import (
     parse_samples,
 )
 from assay.speculation.observation import Observation
+from assay.speculation.pages import Page, read_json_page, read_page
 from assay.speculation.parsers.base import Line, Parser, Sample
 from assay.speculation.parsers.counts import count
 from assay.speculation.parsers.figures import NAMES_DRAFTING
@@ -34,6 +35,8 @@ SHORT = 1 << 20
 """Characters up to which a log is tried with its lines joined, as if a terminal had broken them."""
 
 _DEPTH = 12
+_SETTINGS = frozenset({"depth", "temperature", "quantization", "sparse_method", "draft_vocab"})
+"""Messages that a page about an engine quotes as well as the engine itself."""
 
 _MESSAGE = frozenset(
     {
@@ -81,12 +84,19 @@ class Reading:
             self.metrics(text if source.complete else read_whole(source).decode("utf-8", "replace"))
         elif (value := json_document(source, text)) is not None:
             self.kinds.append("json")
+            before = len(self.observations)
             self.document(value)
+            if len(self.observations) == before:
+                self._as_page(read_json_page(value))
             self._start_up(text)  # structured logs hold start-up messages too
         else:
             self.kinds.append("log")
+            short = source.complete and len(text) < SHORT
+            before = len(self.settled()) if short else 0
             self._start_up(text)
             self._log(source, text)
+            if short and len(self.settled()) == before and not self._of_an_engine():
+                self._as_page(read_page(text))
         self.size += source.size
 
     def line(self, raw: bytes) -> list[Observation]:
@@ -163,6 +173,19 @@ class Reading:
                 best = _known(other.settled())
                 self.observations[before:] = other.observations
                 self.unread = other.unread
+
+    def _of_an_engine(self) -> bool:
+        """Whether start-up messages or answered requests show that this is an engine's log."""
+        return bool({c.id for c in self.clues} - _SETTINGS)
+
+    def _as_page(self, page: Page) -> None:
+        """Take what a page of tables, lists or prose says where no parser knows its form."""
+        if page.observations:
+            self.observations += page.observations
+            self.unread.clear()
+        else:
+            for text in page.unread:
+                self._unrecognised(text, re.sub(r"\d+", "0", text))
 
     def _pages(self, samples: list[Sample]) -> None:
         for page in pages(samples):

@@ -25,6 +25,15 @@ from assay.speculation.parsers.registry import read_metrics
 
 _PROMPT = re.compile(r"\bprompts?['\"]?\s*[:=]\s*['\"]")
 
+_ONE_REQUEST = re.compile(
+    r"\b(?:req(?:uest)?|rid|job|task|chatcmpl|eos(?:_reason)?|finish(?:_reason)?|stop_?reason"
+    r"|(?:prompt|completion|new)_tokens)\b|chatcmpl-",
+    re.I,
+)
+"""Words of a line about one request: its figures are added up, also where they happen to rise."""
+_SINCE_START = re.compile(r"\b(?:cumulative|so far|since|lifetime|running total)\b", re.I)
+_NOUN = re.compile(r"drafts?|proposals?|num_drafts", re.I)
+"""Keys that orders and letters have too."""
 _LONGEST = 4096
 
 FORMS = (
@@ -119,14 +128,21 @@ class NamedParser(Parser):
         # Lines of one shape come from one place: whether they count since start shows when all are
         # there.
         shape = re.sub(r"\d[\d.,:%]*", "0", text[:200]) if engine == UNKNOWN else ""
+        if _ONE_REQUEST.search(text) and not _SINCE_START.search(text):
+            shape = ""
         found = figures_in(text).observation(
-            engine, kind, time=line.time, replica=line.replica, stream=f"{line.process} {shape}"
+            engine,
+            kind,
+            time=line.time,
+            replica=line.replica,
+            stream=f"{line.process} {shape}" if shape else "",
         )
         return None if found is None else (found,)
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
         """The counts in an object whose keys name drafting."""
-        own = named_object(value) if any(NAMES_DRAFTING.search(k) for k in value) else None
+        names = any(NAMES_DRAFTING.search(k) and not _NOUN.fullmatch(k) for k in value)
+        own = named_object(value) if names else None
         return () if own is None else (own,)
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
@@ -200,6 +216,7 @@ def _only_grow(own: Sequence[Observation]) -> bool:
     pairs = list(pairwise(own))
     return bool(pairs) and all(
         not b.counts.fell_below(a.counts)
+        and (a.counts.generated is None or a.counts.generated < (b.counts.generated or 0))
         and (a.counts.drafted or a.counts.drafts or 0) < (b.counts.drafted or b.counts.drafts or 0)
         for a, b in pairs
     )
