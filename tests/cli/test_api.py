@@ -84,8 +84,10 @@ def test_the_snippets_with_an_engine_run(snippet: str, here: Path, tiny_llama: P
 
 def test_files_are_graded_where_a_path_is_given(here: Path) -> None:
     (here / "a.txt").write_text("the " * 200)
-    report = assay.grade(here / "a.txt", here / "wiki.txt")
+    report = assay.grade_files(here / "a.txt", here / "wiki.txt")
     assert isinstance(report, assay.Report)
+    with pytest.deprecated_call(match="grade_files"):
+        assert assay.grade(here / "a.txt").results == assay.grade_files(here / "a.txt").results
     assert report.verdict is assay.Verdict.FAIL
     assert [f["path"] for f in report.results["files"]] == [
         str(here / "a.txt"),
@@ -110,7 +112,7 @@ def test_a_subject_that_fails_is_a_report_and_one_that_cannot_be_examined_an_err
     with pytest.raises(assay.AssayError) as error:
         assay.check("http://127.0.0.1:9")
     assert error.value.finding_id == "server.unreachable"
-    assert assay.grade(here / "nowhere.txt").findings[0].id == "coherence.unreadable"
+    assert assay.grade_files(here / "nowhere.txt").findings[0].id == "coherence.unreadable"
     with pytest.raises(assay.AssayError):
         assay.compare("hf:./nowhere", "hf:./nowhere?dtype=float32")
 
@@ -165,7 +167,7 @@ import assay
 
 report: assay.Report = assay.check("http://localhost:8000", samples=1)
 grade: assay.Grade = assay.grade("text", finish_reason="stop")
-graded: assay.Report = assay.grade(Path("a.txt"))
+graded: assay.Report = assay.grade_files(Path("a.txt"), "b.txt")
 reports: list[assay.Report] = [
     assay.verify("model"), assay.spec("a.log", "b.log"), assay.compare("hf:a", "hf:b", windows=8),
     assay.reference("hf:a", out="stored"),
@@ -223,3 +225,71 @@ def test_import_is_quick_and_imports_nothing_heavy() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+WRONG = {
+    'assay.check("u", sampels=1)': "sampels",
+    'assay.check("u", samples="many")': "samples",
+    'assay.verify("m", values=3)': "values",
+    'assay.compare("a", "b", windows=8.5)': "windows",
+    'assay.gate(baselin="x")': "baselin",
+    'assay.grade_files("a", reasoning="x")': "reasoning",
+    'assay.grade("a", finish_reson="stop")': "finish_reson",
+    'assay.card("a", out=3)': "out",
+}
+
+
+def test_mypy_rejects_a_wrong_name_and_a_wrong_type(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    file = tmp_path / "user.py"
+    file.write_text("import assay\n" + "\n".join(WRONG) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "c"), str(file)],
+        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    for line, (call, name) in enumerate(WRONG.items(), 2):
+        said = [x for x in done.stdout.splitlines() if x.startswith(f"{file}:{line}: error")]
+        assert said and (name in said[0] or "overload" in said[0]), (call, done.stdout)
+
+
+def test_the_types_of_the_options_are_those_that_are_declared() -> None:
+    import ast
+
+    from make_option_types import OUT, render
+
+    def fields(text: str) -> dict[str, dict[str, str]]:
+        classes = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef)]
+        return {
+            c.name: {
+                ast.unparse(f.target): ast.unparse(f.annotation)
+                for f in c.body
+                if isinstance(f, ast.AnnAssign)
+            }
+            for c in classes
+        }
+
+    assert fields(OUT.read_text(encoding="utf-8")) == fields(render()), (
+        "run: python docs/make_option_types.py"
+    )
+
+
+def test_every_verb_is_a_function_or_the_page_says_why_not() -> None:
+    from assay.cli.main import OWN
+
+    page = (ROOT / "docs" / "api.md").read_text()
+    verbs = {name.replace(" ", "_") for name in OWN} - {"bundle"}
+    assert verbs - set(assay.__all__) == {"demo"}
+    assert "`assay demo`" in page
+    assert set(dir(assay)) == set(assay.__all__)
+
+
+def test_the_docstrings_say_what_goes_in_and_what_comes_out() -> None:
+    for name in assay.__all__:
+        value = getattr(assay, name)
+        if callable(value) and getattr(value, "__module__", "") == "assay.api":
+            text = value.__doc__ or ""
+            assert "Args:" in text, name
