@@ -12,10 +12,10 @@ if [[ ! -x $cache/bin/llama-server ]]; then
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   "$PYTHON" -m venv "$work/tools"
-  "$work/tools/bin/python" -m pip install --quiet cmake ninja
+  "$work/tools/bin/python" -m pip install -qq cmake ninja
   # pip download would build the package to learn its dependencies; --no-deps and --no-build-isolation keep that small.
-  "$work/tools/bin/python" -m pip install --quiet scikit-build-core
-  "$work/tools/bin/python" -m pip download --quiet --no-deps --no-binary=:all: --no-build-isolation \
+  "$work/tools/bin/python" -m pip install -qq scikit-build-core
+  "$work/tools/bin/python" -m pip download -qq --no-deps --no-binary=:all: --no-build-isolation \
     --dest "$work" "llama-cpp-python==$VERSION"
   tar -xzf "$work"/llama_cpp_python-*.tar.gz -C "$work"
   source=$(echo "$work"/llama_cpp_python-*/vendor/llama.cpp)

@@ -13,7 +13,7 @@ if [[ ! -d $cache/llama_cpp ]]; then
   # Images and the command-line tools are left out: nothing here uses them, and they double the time.
   # Not -march=native: a virtual machine may announce AMX and then stop a program that uses it.
   CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_CURL=OFF" \
-    "$PYTHON" -m pip install --quiet --no-deps --target "$part" "llama-cpp-python==$VERSION" "diskcache>=5.6.1"
+    "$PYTHON" -m pip install -qq --no-deps --target "$part" "llama-cpp-python==$VERSION" "diskcache>=5.6.1"
   rmdir "$cache"
   mv "$part" "$cache"
 fi

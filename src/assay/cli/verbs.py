@@ -8,11 +8,13 @@ for.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from assay.cli.verb import verb
 from assay.errors import AssayError
+from assay.progress import Progress
 from assay.verdict import Report
 
 BUNDLE_HELP = "Evidence of a doctor in one file: show it, or verify and judge it again offline."
@@ -296,11 +298,23 @@ def prepare_demo() -> int:
     """Install and build what demo and tests need, so that neither waits for it later; returns the
     exit code.
     """
-    from assay.cli.progress import show
     from assay.demo.prepare import prepare
 
+    return _made(prepare)
+
+
+def prepare_vllm() -> int:
+    """Install vLLM's environment, for which assay's core is enough; returns the exit code."""
+    from assay.demo.vllm_environment import vllm_python
+
+    return _made(vllm_python)
+
+
+def _made(make: Callable[[Progress], object]) -> int:
+    from assay.cli.progress import show
+
     try:
-        prepare(show)
+        make(show)
     except AssayError as error:
         print(f"assay: {error.message}\n  {error.remedy}", file=sys.stderr)
         return error.verdict.exit_code
