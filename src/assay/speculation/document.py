@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from assay import bounded_json
 from assay.errors import AssayError
 from assay.speculation.json_text import parsed_json
 from assay.speculation.sources import Source
 
-MAX_DOCUMENT = 256 << 20
-"""Largest JSON document or metrics page that is read whole, in bytes."""
+MAX_DOCUMENT = 32 << 20
+"""Largest JSON document that is read whole, in bytes: brackets alone take twenty times as much."""
+MAX_PAGE = 128 << 20
+"""Largest metrics page that is read whole, in bytes."""
 
 
 def json_document(source: Source, text: str) -> Any:
@@ -23,15 +25,15 @@ def json_document(source: Source, text: str) -> Any:
         return None  # a large log of JSON lines
     if start.startswith("[") and not _opens_json_array(start):
         return None  # a log whose lines start with a bracket
-    body = (
-        start
-        if source.complete
-        else read_whole(source).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
-    )
+    if start.startswith("{") and not start.startswith(('{"', "{\n", "{\r", "{ ", "{}")):
+        return None
+    body = start
+    if not source.complete:
+        body = read_whole(source, MAX_DOCUMENT).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     try:
-        return json.loads(body)
-    except RecursionError:
-        raise _broken(source, "it is nested too deeply") from None
+        return bounded_json.loads(body, numbers="null")
+    except bounded_json.BoundsError as error:
+        raise _broken(source, str(error)) from None
     except ValueError as error:
         rows = [row for row in body.splitlines() if row.strip()]
         values = [v for row in rows if (v := _json_row(row)) is not None]
@@ -42,8 +44,6 @@ def json_document(source: Source, text: str) -> Any:
         )
         if values:
             return values if others <= 0 else None
-        if start.startswith("{") and not start.startswith(('{"', "{\n", "{\r", "{ ", "{}")):
-            return None
         raise _broken(source, f"the JSON ends early or is broken: {error}") from error
 
 
@@ -55,14 +55,14 @@ def _broken(source: Source, why: str) -> AssayError:
     )
 
 
-def read_whole(source: Source) -> bytes:
-    """All bytes of a source; AssayError where there are more than `MAX_DOCUMENT`."""
+def read_whole(source: Source, most: int) -> bytes:
+    """All bytes of a source; AssayError where there are more than `most`."""
     data = bytearray()
     while part := source.read(1 << 20):
         data += part
-        if len(data) > MAX_DOCUMENT:
+        if len(data) > most:
             raise AssayError(
-                f"{source.name}: more than {MAX_DOCUMENT >> 20} MB of JSON or metrics",
+                f"{source.name}: more than {most >> 20} MB of JSON or metrics",
                 finding_id="speculation.source_too_large",
                 remedy="give one page or one file of JSON lines",
             )

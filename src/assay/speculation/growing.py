@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from assay.speculation.sources import Source, unreadable
+from assay.speculation.sources import Source, open_file
 
 POLL_SECONDS = 0.5
 
@@ -40,7 +40,7 @@ def _growing(
     sleep: Callable[[float], None],
     clock: Callable[[], float],
 ) -> Iterator[list[bytes]]:
-    stream = _open(path)
+    stream = open_file(path)
     try:
         growing = _WholeLines(stream)
         if os.fstat(stream.fileno()).st_size:
@@ -54,7 +54,7 @@ def _growing(
                 # What was written between the last look and the rename is still in the old file.
                 yield growing.lines()
                 stream.close()
-                stream = _open(path)
+                stream = open_file(path)
                 growing = _WholeLines(stream)
             else:
                 sleep(POLL_SECONDS)
@@ -91,13 +91,6 @@ class _WholeLines:
     def lines(self) -> list[bytes]:
         """New whole lines."""
         return self.read(-1).splitlines()
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise unreadable(str(path), error) from error
 
 
 def _replaced(path: Path, stream: BinaryIO) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from assay import bounded_json
 
 
 def embedded_json(text: str) -> Any:
@@ -28,6 +29,6 @@ def parsed_json(text: str | bytes) -> Any:
     included.
     """
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return bounded_json.loads(text, numbers="null")
+    except ValueError:
         return None

@@ -14,7 +14,7 @@ from assay.errors import AssayError
 from assay.speculation.combine import Evidence, combine
 from assay.speculation.json_text import parsed_json
 from assay.speculation.measured import Measured
-from assay.speculation.metrics_page import looks_like_metrics, parse_samples
+from assay.speculation.metrics_page import has_samples, looks_like_metrics
 from assay.speculation.observation import Kind, Observation
 from assay.speculation.read import Reading
 from assay.speculation.traffic import Sent, race, send
@@ -129,7 +129,7 @@ def _page(transport: Transport) -> str:
             error.remedy = _SWITCHES
         raise
     iterations = _json_array(text)
-    if iterations is None and not parse_samples(text):
+    if iterations is None and not has_samples(text):
         raise AssayError(
             f"{root}/metrics is not a metrics page",
             finding_id="speculation.source_not_metrics",

@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from assay.errors import AssayError
 from assay.speculation.parsers.base import Sample
-from assay.speculation.parsers.registry import engine_metrics
+from assay.speculation.parsers.registry import engine_metrics, metric_words
 
 _SAMPLE = re.compile(
     r"^\s*([a-zA-Z_:][\w:]*)\s*(?:\{(.*?)\})?\s*\|?\s*([-+]?(?:\d[\d_.]*(?:e[-+]?\d+)?|inf|nan))(?:\s+-?\d+)?\s*\|?\s*$",
     re.I,
 )
 
+_LONGEST_NAME = 400
+_LONGEST_LINE = 8192
 _LABEL = re.compile(r'([a-zA-Z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"')
 
 
@@ -52,13 +55,28 @@ def pages(samples: list[Sample]) -> Iterator[list[Sample]]:
     yield page
 
 
+def has_samples(text: str) -> bool:
+    """Whether any line of a text is a sample, of whatever metric."""
+    return any(_SAMPLE.match(line[:_LONGEST_LINE]) for line in text[: 1 << 20].splitlines())
+
+
+MOST_SAMPLES = 200_000
+"""Samples about drafts in one source."""
+
+
 def parse_samples(text: str) -> list[Sample]:
-    """All samples of a page with a numeric value. Creation times (`_created`) are not samples of
+    """The samples of a page that a parser may read. Creation times (`_created`) are not samples of
     anything.
+
+    Raises:
+        AssayError: There are more than `MOST_SAMPLES` of them.
     """
     samples = []
+    words = metric_words()
     for line in text.splitlines():
-        match = _SAMPLE.match(line)
+        if words is not None and not words.search(line.partition("{")[0][:_LONGEST_NAME]):
+            continue
+        match = _SAMPLE.match(line[:_LONGEST_LINE])
         if match is None or line.startswith("#") or match[1].endswith("_created"):
             continue
         labels = {name: value.replace(r"\"", '"') for name, value in _LABEL.findall(match[2] or "")}
@@ -66,6 +84,12 @@ def parse_samples(text: str) -> list[Sample]:
             samples.append(Sample(match[1], labels, float(match[3].replace("_", ""))))
         except ValueError:  # 1.2.3
             continue
+        if len(samples) > MOST_SAMPLES:
+            raise AssayError(
+                f"more than {MOST_SAMPLES:,} counters of drafts on one page",
+                finding_id="speculation.source_too_large",
+                remedy="give one page of one server",
+            )
     return samples
 
 

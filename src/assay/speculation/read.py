@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from assay.errors import AssayError
 from assay.speculation.clues import Clue, start_up
-from assay.speculation.document import MAX_DOCUMENT, json_document, read_whole
+from assay.speculation.document import MAX_DOCUMENT, MAX_PAGE, json_document, read_whole
 from assay.speculation.json_text import embedded_json, parsed_json
 from assay.speculation.log_line import clean, records
 from assay.speculation.metrics_page import (
@@ -34,6 +35,10 @@ from assay.speculation.unwrap import unwrapped
 SHORT = 1 << 20
 """Characters up to which a log is tried with its lines joined, as if a terminal had broken them."""
 
+MOST_LINES = 1_500_000
+"""Lines of one source that are looked at closely."""
+MOST_OBSERVATIONS = 700_000
+"""Observations kept of one source; each takes about 1 KB."""
 _DEPTH = 12
 _SETTINGS = frozenset({"depth", "temperature", "quantization", "sparse_method", "draft_vocab"})
 """Messages that a page about an engine quotes as well as the engine itself."""
@@ -81,7 +86,9 @@ class Reading:
         text = source.head.decode("utf-8", "replace")
         if looks_like_metrics(text if source.complete else text[:65536]):
             self.kinds.append("metrics")
-            self.metrics(text if source.complete else read_whole(source).decode("utf-8", "replace"))
+            self.metrics(
+                text if source.complete else read_whole(source, MAX_PAGE).decode("utf-8", "replace")
+            )
         elif (value := json_document(source, text)) is not None:
             self.kinds.append("json")
             before = len(self.observations)
@@ -156,8 +163,14 @@ class Reading:
             for raw in _lines(source):
                 self.observations += self._objects(parsed_json(raw))
         else:
-            for raw in interesting_lines(source):
+            for number, raw in enumerate(interesting_lines(source)):
                 self.line(raw)
+                if number > MOST_LINES or len(self.observations) - before > MOST_OBSERVATIONS:
+                    raise AssayError(
+                        f"{source.name}: more lines about drafts than are read at once",
+                        finding_id="speculation.source_too_large",
+                        remedy="give a part of the log: tail -c 100M LOG | assay spec -",
+                    )
         if len(text) < SHORT:
             self._unwrap(text, before)
         for parser in self.parsers:

@@ -56,7 +56,7 @@ def exact_counts(
     What `infer_drafts` and `position_counts` would say, for the usual line at a third of the cost.
     """
     drafts = -(-drafted // len(rates))
-    if not drafts or abs(1 + accepted / drafts - mean_length) > 0.005 + 1e-9:
+    if not drafts or max(rates) > 1 or abs(1 + accepted / drafts - mean_length) > 0.005 + 1e-9:
         return None
     counts = tuple([round(rate * drafts) for rate in rates])
     if sum(counts) != accepted:
@@ -76,7 +76,7 @@ def position_counts(
 
     `accepted` is the known sum (None or `complete=False` where some positions are not printed).
     """
-    exact = [rate * drafts for rate in rates]
+    exact = [min(rate, 1.0) * drafts for rate in rates]
     counts = [min(drafts, max(0, round(value))) for value in exact]
     if accepted is None or not complete:
         return tuple(counts)
@@ -98,6 +98,8 @@ def _rates_agree(drafts: int, accepted: int, rates: Sequence[float] | None) -> b
     """Whether counts over `drafts` can print as `rates` (three decimals) and add up to `accepted`."""
     if not rates:
         return True
+    if max(rates) > 1:
+        return False
     half = 0.0005 + 1e-9
     low = sum(max(0, math.ceil((rate - half) * drafts)) for rate in rates)
     high = sum(math.floor((rate + half) * drafts) for rate in rates)

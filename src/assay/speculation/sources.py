@@ -12,9 +12,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from assay.errors import AssayError
+from assay.files import kind_of
 
 HEAD = 4 << 20
 """Bytes kept from the start of a source; start-up messages are looked for in them."""
@@ -123,10 +124,7 @@ def open_source(name: str) -> Source:
                 finding_id="speculation.source_unreadable",
                 remedy="name the log files in it",
             )
-        try:
-            stream = path.open("rb")
-        except OSError as error:
-            raise unreadable(name, error) from error
+        stream = open_file(path)
     try:
         start = stream.peek(8)
     except OSError as error:
@@ -140,6 +138,26 @@ def open_source(name: str) -> Source:
             remedy=f"decompress it first, or pipe it: {foreign} -dc FILE | assay spec -",
         )
     return Source(shown, _Recoded(_decompressed(stream, kind)))
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A file opened without waiting: regular, or a pipe that the shell has already opened.
+
+    Raises:
+        AssayError: It is absent or unreadable, or a named pipe, a device or a socket.
+    """
+    given = str(path).startswith(("/dev/fd/", "/proc/self/fd/", "/dev/stdin"))
+    try:
+        kind = kind_of(path.stat().st_mode)
+        if kind is None or given:
+            return path.open("rb")
+    except (OSError, ValueError) as error:
+        raise unreadable(str(path), error) from error
+    raise AssayError(
+        f"{path} is {kind}, not a file",
+        finding_id="speculation.source_unreadable",
+        remedy=f"pipe it in: assay spec - < {path}",
+    )
 
 
 def in_time_order(names: Sequence[str]) -> list[str]:
@@ -249,9 +267,9 @@ def _truncated(name: str, why: str) -> AssayError:
     )
 
 
-def unreadable(name: str, error: OSError) -> AssayError:
+def unreadable(name: str, error: OSError | ValueError) -> AssayError:
     """The error of a source that cannot be opened or read."""
-    reason = error.strerror or str(error)
+    reason = getattr(error, "strerror", None) or str(error)
     return AssayError(
         f"cannot read {name}: {reason}",
         finding_id="speculation.source_unreadable",

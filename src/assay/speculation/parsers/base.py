@@ -78,6 +78,8 @@ class Parser:
     """Prefixes of all metric names of its engines, before `:` or `_`."""
     reads: str = ""
     """A regular expression of the metric names that `samples` reads, lower case."""
+    metric_words: tuple[str, ...] = ()
+    """Texts in lower case; every metric name that `samples` reads holds one. None given: any name."""
     start_up: tuple[StartUp, ...] = ()
     """Messages at the start of a log."""
     replies: re.Pattern[str] | None = None

@@ -72,6 +72,7 @@ class LlamaCppParser(Parser):
     """
 
     engine = "llama.cpp"
+    metric_words = ("spec_decode", "tokens_predicted")
     also = ("mlx-vlm",)
     needles = ("draft acceptance", "#acc tokens", "n_accept")
     near = ("eval time", "n_predict", "n_draft")

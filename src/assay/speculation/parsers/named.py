@@ -105,11 +105,27 @@ _START_UP = (
 )
 
 
+_METRIC_WORDS = (
+    "draft",
+    "specul",
+    "spec_",
+    "mtp",
+    "eagle",
+    "medusa",
+    "dflash",
+    "nextn",
+    "ngram",
+    "lookahead",
+    "propos",
+)
+
+
 class NamedParser(Parser):
     """Lines, objects and pages that no other parser knows."""
 
     fallback = 2
     engine = UNKNOWN
+    metric_words = _METRIC_WORDS
     also = tuple({name for name, *_ in FORMS} - {"llama.cpp", "vllm"})
     needles = ("accept", "acc=", "acc:", "#acc", "mtp_avg_token_per_step")
     company = (*DRAFTING, "tokens accepted")

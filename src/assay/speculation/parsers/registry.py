@@ -50,6 +50,16 @@ def engine_metrics() -> str:
 
 
 @cache
+def metric_words() -> re.Pattern[str] | None:
+    """What the metric names hold that a parser reads; None where a plug-in may read any."""
+    reading = [p for p in all_parsers() if p.samples is not Parser.samples]
+    if not all(p.metric_words for p in reading):
+        return None
+    words = {re.escape(word) for parser in reading for word in parser.metric_words}
+    return re.compile("|".join(sorted(words)), re.I)
+
+
+@cache
 def read_metrics() -> re.Pattern[str]:
     """The metric names that an engine's own parser reads."""
     return re.compile("|".join(dict.fromkeys(p.reads for p in all_parsers() if p.reads)))

@@ -50,6 +50,7 @@ class SglangParser(Parser):
     """Printed values; counts only where they are certain (nothing accepted at all)."""
 
     engine = "sglang"
+    metric_words = ("spec_",)
     needles = (
         "accept len",
         "accept rate",

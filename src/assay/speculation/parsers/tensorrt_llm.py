@@ -36,6 +36,7 @@ class TensorRTParser(Parser):
     """One JSON object an iteration: every request with draft tokens is one draft."""
 
     engine = "tensorrt-llm"
+    metric_words = ("spec_decode",)
     needles = ("acceptance length", "accepted length")
     company = (" / ",)
     metrics = ("trtllm",)

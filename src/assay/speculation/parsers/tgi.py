@@ -19,6 +19,7 @@ class TgiParser(Parser):
     """`tgi_request_skipped_tokens`: each step adds the number of drafts that it accepted."""
 
     engine = "tgi"
+    metric_words = ("skipped_tokens",)
     reads = r"tgi_"
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:

@@ -42,6 +42,7 @@ class VllmV0Parser(Parser):
     """Lines are totals since start."""
 
     engine = "vllm"
+    metric_words = ("spec_decode",)
     needles = ("accept",)
     company = ("speculative metrics:",)
 

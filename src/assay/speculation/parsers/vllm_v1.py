@@ -116,6 +116,7 @@ class VllmV1Parser(Parser):
     """
 
     engine = "vllm"
+    metric_words = ("spec_decode", "generation_tokens")
     needles = ("accept",)
     company = ("specdecoding metrics:", "speculative metrics:", "drafted:")
     near = ("avg generation throughput",)
@@ -369,7 +370,8 @@ def _first_count(fields: Mapping[str, Sequence[str]], *names: str) -> int | None
 def _rates(values: Sequence[str]) -> tuple[float, ...] | None:
     """Printed rates; None where there are none, or nan."""
     rates = [number(v) for v in values]
-    return None if not rates or None in rates else tuple(r for r in rates if r is not None)
+    whole = bool(rates) and all(r is not None and r <= 1 for r in rates)
+    return tuple(r for r in rates if r is not None) if whole else None
 
 
 def _fraction(fields: Mapping[str, Sequence[str]]) -> float | None:
