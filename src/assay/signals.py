@@ -68,6 +68,12 @@ def listen() -> None:
     _watch_reader(1)
 
 
+def is_listening() -> bool:
+    """Whether this is the main thread of a process whose signals end a run."""
+    main = threading.current_thread() is threading.main_thread()
+    return main and signal.getsignal(signal.SIGTERM) == _requests.take
+
+
 def received() -> signal.Signals | None:
     """The signal that asked this process to end first; None where there was none."""
     return _requests.first

@@ -25,6 +25,7 @@ from typing import Annotated, Any, TextIO, get_args, get_type_hints
 import typer
 import typer.core
 
+from assay.deadline import settled
 from assay.engines.device import out_of_memory
 from assay.errors import AssayError, UsageError
 from assay.extras import not_installed
@@ -344,7 +345,7 @@ def _finish(
     """Complete a report, write it everywhere it should go, and return the exit code."""
     from assay.environment import recorded
 
-    report = recorded(with_usage_of(name, report))
+    report = recorded(with_usage_of(name, settled(report)))
     if sign := received():
         report = replace(report, signal=int(sign))
     try:

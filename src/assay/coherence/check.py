@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import time
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from assay.coherence.exact import run_exact
 from assay.coherence.measure import Measurement
 from assay.coherence.options import CheckOptions
 from assay.coherence.reference import EngineReference, read_reference, reference_folder
-from assay.coherence.run import Check
+from assay.coherence.run import Check, seconds_of
+from assay.deadline import OVERRUN, limit
 from assay.engines.server.engine import ServerEngine
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
@@ -34,18 +36,24 @@ def run_check(
     # A reference that cannot be read should not cost the minutes of a run.
     kept = read_reference(options.reference) if options.reference else None
     folder = reference_folder(options.reference_engine) if options.reference_engine else None
-    with ServerEngine.connect(
-        url, options.model, api_key_env=options.api_key_env, timeout=options.timeout
-    ) as engine:
-        subject = engine.describe()
-        with suppress(AssayError):
-            cache = engine.metrics().labels("vllm:cache_config_info")
-            subject["server"] |= {name: cache[name] for name in _CACHE_FACTS if name in cache}
+    began, seconds = time.monotonic(), seconds_of(options)
+    with ExitStack() as opened:
+        with limit(seconds):
+            engine = opened.enter_context(
+                ServerEngine.connect(
+                    url, options.model, api_key_env=options.api_key_env, timeout=options.timeout
+                )
+            )
+            subject = engine.describe()
+            with suppress(AssayError):
+                cache = engine.metrics().labels("vllm:cache_config_info")
+                subject["server"] |= {name: cache[name] for name in _CACHE_FACTS if name in cache}
         check = Check(
             options,
             Measurement(engine, options, engine.max_model_len, progress),
             progress,
             kept=kept,
+            began=began,
         )
         if folder and options.reference_engine:
             check.engine = EngineReference(
@@ -53,7 +61,8 @@ def run_check(
             )
         before = engine.corrupted_requests()
         try:
-            check.run()
+            with limit(seconds * (1 + OVERRUN) - (time.monotonic() - began)):
+                check.run()
         except (AssayError, KeyboardInterrupt) as error:
             if isinstance(error, AssayError) and not check.record.samples:
                 raise

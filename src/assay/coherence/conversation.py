@@ -198,17 +198,21 @@ def generate_all(
     if isinstance(engine, BatchEngine):
         replies = engine.generate_batch(requests, deadline=deadline)
         return [reply for reply in replies if reply.finish_reason != GIVEN_UP]
-    return in_order(engine.generate, requests, parallel)
+    return in_order(engine.generate, requests, parallel, deadline)
 
 
 def in_order(
-    ask: Callable[[Request], Reply], requests: Sequence[Request], parallel: int
+    ask: Callable[[Request], Reply],
+    requests: Sequence[Request],
+    parallel: int,
+    deadline: float = float("inf"),
 ) -> list[Reply]:
-    """The replies to all requests, in their order, from `parallel` threads."""
-    replies = dict(
-        side_by_side([partial(_numbered, ask, i, r) for i, r in enumerate(requests)], parallel)
-    )
-    return [replies[i] for i in range(len(requests))]
+    """The replies to the requests, in their order, from `parallel` threads; what is not there by
+    `deadline` is left out.
+    """
+    work = [partial(_numbered, ask, i, r) for i, r in enumerate(requests)]
+    replies = dict(side_by_side(work, parallel, deadline))
+    return [replies[i] for i in range(len(requests)) if i in replies]
 
 
 def _numbered(ask: Callable[[Request], Reply], number: int, request: Request) -> tuple[int, Reply]:

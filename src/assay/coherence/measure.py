@@ -148,7 +148,7 @@ class Measurement:
         with self.progress(what, rounds) as advance, self._noting("timed"):
             for round_ in range(rounds):
                 batch = requests[round_ * plan.concurrency : (round_ + 1) * plan.concurrency]
-                timed = time_round(self.engine, batch, round_)
+                timed = time_round(self.engine, batch, round_, deadline)
                 if round_ > 0:  # the first one warms up
                     self._add(timed=tuple(timed))
                 advance()
@@ -158,6 +158,8 @@ class Measurement:
                 tokens = min(1024, (self.max_model_len or 2048) // 2)
                 long = [filler(f"{plan.seed}/prefill/{index}", tokens) for index in range(3)]
                 self._add(prefill_tokens_per_s=prefill_speed(self.engine, long, self.chat))
+        if time.monotonic() > deadline and not self.record.timed:
+            self._add(timed_skipped="the time was up before a text was timed")
         if not self.record.timed and not (self.record.timed_skipped or self.record.timed_failed):
             self._add(timed_skipped="the server does not count the tokens of a stream")
 

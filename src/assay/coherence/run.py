@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from assay.coherence.judge import Judgement, judge
@@ -33,6 +35,7 @@ from assay.coherence.stages import (
     extension,
     stages_of,
 )
+from assay.deadline import OVERRUN, limit
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress, span
 from assay.stats.multiplicity import confidence_of_analysis
@@ -58,6 +61,15 @@ def asks_for_texts(judgement: Judgement) -> bool:
     return bool(unclear) and unclear | bad <= DECIDED_BY_TEXTS
 
 
+def seconds_of(options: CheckOptions) -> float:
+    """Seconds that a check may take; those of `--quick` for a slow server, until it is known how
+    fast it is.
+    """
+    if options.budget is not None:
+        return 60 * options.budget
+    return QUICK_SECONDS_SLOW if options.quick else inf
+
+
 @dataclass
 class Check:
     """One run: both sides, the time, and what was left out of the plan."""
@@ -81,7 +93,9 @@ class Check:
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.budget = None if self.options.budget is None else 60 * self.options.budget
+        seconds = seconds_of(self.options)
+        self.budget = None if seconds == inf else seconds
+        self._quick_time_known = self.options.budget is not None or not self.options.quick
         self.pace = Pace(
             reference=1.0 if self.options.reference_engine else 0.0, parallel=self.options.parallel
         )
@@ -176,10 +190,12 @@ class Check:
         """
         reserve = self.pace.reference * sum(self.pace.took[other.name] for other in self.pending)
         begun, written = time.monotonic(), self.record.written_tokens
-        self.server.run(stage, stage.name + self._eta(stage), begun + self._left() - reserve)
+        with self._limit():
+            self.server.run(stage, stage.name + self._eta(stage), begun + self._left() - reserve)
         self.pace.learn(stage, time.monotonic() - begun, self.record.written_tokens - written)
-        if self.options.quick and self.budget is None and self.pace.write:
+        if not self._quick_time_known and self.pace.write:
             self.budget = QUICK_SECONDS if self.pace.write >= SLOW else QUICK_SECONDS_SLOW
+            self._quick_time_known = True
         if self.engine is not None and stage.kind != "streams":
             self.pending.append(stage)
             if stage.kind in ("scores", "tools"):
@@ -199,9 +215,10 @@ class Check:
         took = 0.0
         try:
             for stage in together:
-                self.engine.prepare(stage)
-                begun = time.monotonic()
-                self.engine.run(stage, self.record, begun + self._left())
+                with self._limit():
+                    self.engine.prepare(stage)
+                    begun = time.monotonic()
+                    self.engine.run(stage, self.record, begun + self._left())
                 took += time.monotonic() - begun
                 if self._left() < 0:
                     self.left_out.append(
@@ -215,6 +232,10 @@ class Check:
 
     def _left(self) -> float:
         return float("inf") if self.budget is None else self.began + self.budget - time.monotonic()
+
+    def _limit(self) -> AbstractContextManager[None]:
+        """Around a stage: what stalls in it is cut off when the budget is overrun."""
+        return limit(self._left() + OVERRUN * (self.budget or 0.0))
 
     def _has_kept(self, stage: Stage) -> bool:
         return self.engine is None or self.engine.has_kept(stage)

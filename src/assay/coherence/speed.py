@@ -64,11 +64,13 @@ def timed_requests(count: int, seed: int, chat: bool) -> list[Request]:
     return requests
 
 
-def time_round(engine: Engine, requests: Sequence[Request], round_: int) -> list[TimedText]:
-    """Stream all `requests` at once and grade what came; a reply whose tokens the server does not
-    count is left out.
+def time_round(
+    engine: Engine, requests: Sequence[Request], round_: int, deadline: float = float("inf")
+) -> list[TimedText]:
+    """Stream all `requests` at once and grade what came by `deadline`; a reply whose tokens the
+    server does not count is left out.
     """
-    replies = in_order(engine.stream, requests, len(requests))
+    replies = in_order(engine.stream, requests, len(requests), deadline)
     return [
         to_timed_text(reply, round_)
         for reply in replies

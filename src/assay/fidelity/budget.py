@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from assay.deadline import OVERRUN, limit
 from assay.errors import AssayError
 from assay.progress import Progress, span
 from assay.stats.resolution import MIN_WINDOWS
@@ -39,6 +40,7 @@ class Budget:
     """What was not measured: `what`, and what the verdict can therefore not say (`unknown`)."""
     too_small: bool = False
     """Whether nothing could be measured in the time."""
+    _piece_ended: float | None = None
 
     @classmethod
     def of(cls, minutes: float | None, quick: bool, quick_minutes: float) -> Budget:
@@ -54,6 +56,24 @@ class Budget:
     def left(self) -> float:
         """Seconds that may still be measured in; infinite without a limit."""
         return float("inf") if self.seconds is None else self.seconds * (1 - RESERVE) - self.spent
+
+    def ends_before_next(self) -> bool:
+        """Whether no time is left for one more piece of work that takes as long as the last one.
+
+        To be asked after every piece.
+        """
+        now, before = time.monotonic(), self._piece_ended
+        self._piece_ended = now
+        if self.seconds is None:
+            return False
+        last = 0.0 if before is None else now - before
+        return self.left() <= 0 or self.spent + last > self.seconds * (1 + OVERRUN)
+
+    def limit(self) -> AbstractContextManager[None]:
+        """Around what measures: it is cut off when the budget is overrun."""
+        if self.seconds is None:
+            return nullcontext()
+        return limit(self.seconds * (1 + OVERRUN) - self.spent)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

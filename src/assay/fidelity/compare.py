@@ -96,7 +96,8 @@ def run_compare(
         reference = None
         try:
             try:
-                reference = open_reference(plan, folder, progress, budget)
+                with budget.limit():
+                    reference = open_reference(plan, folder, progress, budget)
             except KeyboardInterrupt:
                 if not (done := windows_kept(folder)):
                     raise
@@ -111,7 +112,8 @@ def run_compare(
                     continue
                 try:
                     with budget.stage(label):
-                        engine = servers.pop(spec, None) or open_candidate(spec)
+                        with budget.limit():
+                            engine = servers.pop(spec, None) or open_candidate(spec)
                         result, cut = _candidate(
                             plan, reference, spec, engine, folder, progress, say, budget, share
                         )
@@ -139,7 +141,8 @@ def run_compare(
                     break
             if not interrupted and results:
                 try:
-                    results = _with_floors(results, reference, budget)
+                    with budget.limit():
+                        results = _with_floors(results, reference, budget)
                 except KeyboardInterrupt:
                     interrupted = True
         finally:
@@ -498,17 +501,18 @@ def _candidate(
         kept.mkdir(parents=True, exist_ok=True)
         with progress(f"scoring {label}", len(reference.windows)) as advance:
             try:
-                observe(
-                    reference.rows,
-                    engine,
-                    reference.windows,
-                    plan.job,
-                    kept=Kept(kept),
-                    on_window=on_window,
-                    advance=advance,
-                    enough=enough,
-                    left=left,
-                )
+                with budget.limit():
+                    observe(
+                        reference.rows,
+                        engine,
+                        reference.windows,
+                        plan.job,
+                        kept=Kept(kept),
+                        on_window=on_window,
+                        advance=advance,
+                        enough=enough,
+                        left=left,
+                    )
             except KeyboardInterrupt:
                 cut = True
         if not cut and not certain and len(seen) < total:

@@ -17,6 +17,7 @@ from typing import Any
 from assay.bounded_json import loads
 from assay.checkpoint.verify import verify
 from assay.coherence.check import run_check
+from assay.deadline import settled
 from assay.engines.device import out_of_memory
 from assay.engines.server.engine import ServerEngine
 from assay.environment import describe
@@ -186,7 +187,7 @@ def run_part(contract: Contract, name: str, progress: Progress = NO_PROGRESS) ->
     """
     begun = time.monotonic()
     try:
-        report = _RUN[name](contract, contract.sections[name], progress)
+        report = settled(_RUN[name](contract, contract.sections[name], progress))
     except AssayError as error:
         report = Report(name, error.verdict, findings=(error.to_finding(),))
     except KeyboardInterrupt:

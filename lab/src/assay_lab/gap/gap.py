@@ -395,7 +395,7 @@ def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
     Corners(plan).preflight()
     begin_run(["gap", plan.facts()])
     bench, runs = Bench(plan, progress), Runs()
-    with Unfinished(lambda: bench.measured) as cut, bench:
+    with Unfinished(lambda: bench.measured, bench.budget) as cut, bench:
         measure_all(bench, runs)
     notices = [*cut.findings("gap"), *bench.budget.findings(), *bench.notices()]
     try:

@@ -167,18 +167,18 @@ def score(run: EvalRun, evaluator: CodecEvaluator) -> Scored:
         if not (plan.all or run.control) and look <= len(seen) < len(evaluator.windows):
             look = 2 * len(seen)
             certain = is_certain(seen, run.margins, evaluator.blocks)
-        return certain or run.budget.left() <= 0
+        return certain or run.budget.ends_before_next()
 
     placed: dict[str, Any] = {
         "streams": plan.streams,
         "skip_layers": plan.skip_layers,
         "table_tokens": plan.table_tokens,
     }
-    with Unfinished(lambda: evaluator.partial) as cut:
+    with Unfinished(lambda: evaluator.partial, run.budget) as cut:
         evaluator.measure(plan.codec, enough=enough, **placed)
     measured, control, own_cut = evaluator.partial, None, bool(cut)
     if plan.control and not cut:
-        with Unfinished(lambda: measured) as cut:
+        with Unfinished(lambda: measured, run.budget) as cut:
             evaluator.measure(plan.control, **placed)
         control = evaluator.partial
     missing = len(evaluator.windows) - len(measured.seen) if measured else 0

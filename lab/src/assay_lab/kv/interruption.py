@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from assay.engines.threads import interrupt_run
 from assay.errors import AssayError
+from assay.fidelity.budget import Budget
 from assay.verdict import Finding, Severity, Verdict
 
 
@@ -18,12 +20,15 @@ class Unfinished:
     Used as a context manager around what measures; what is after it reports what there is.
     """
 
-    def __init__(self, measured: Callable[[], Any]) -> None:
+    def __init__(self, measured: Callable[[], Any], budget: Budget | None = None) -> None:
+        """`budget` cuts off what measures when it is overrun."""
         self._measured = measured
+        self._limit = (budget or Budget()).limit()
         self.interrupted = False
         self.error: AssayError | None = None
 
     def __enter__(self) -> Unfinished:
+        self._limit.__enter__()
         return self
 
     def __exit__(
@@ -32,6 +37,8 @@ class Unfinished:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
+        with suppress(BaseException):  # the limit itself raises what came through it
+            self._limit.__exit__(kind, error, trace)
         if isinstance(error, KeyboardInterrupt):
             self.interrupted = True
         elif isinstance(error, AssayError) and self._measured():

@@ -50,7 +50,7 @@ def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Re
         plan = replace(plan, windows=len(lab.windows), length=lab.length)
         shape = lab.layer_coders.shape
         count = count_alone(shape, spec, plan.each, plan.skip_layers)
-        with Unfinished(lambda: joint) as cut:
+        with Unfinished(lambda: joint, budget) as cut:
             measured = lab.measure(
                 plan.codec, skip_layers=plan.skip_layers, label="all together", measure_windows=1
             )
@@ -209,7 +209,7 @@ def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Repo
     work = Work(budget, lambda shape: AFTER + count_alone(shape, spec, plan.each))
     with open_evaluator(ModelOnText.of(plan), work, progress) as lab:
         plan = replace(plan, windows=len(lab.windows), length=lab.length)
-        with Unfinished(lambda: parts) as cut:
+        with Unfinished(lambda: parts, budget) as cut:
             for part in alone(lab, spec, plan.each):
                 if budget.left() <= 0:
                     budget.leave_out(

@@ -188,7 +188,10 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
     run, found = SweepRun.of(plan), Rows()
     with open_evaluator(ModelOnText.of(run.plan), run.work, progress) as evaluator:
         run = run.on(evaluator)
-        with _fitters(evaluator, run.plan.jobs) as pool, Unfinished(lambda: found.rows) as cut:
+        with (
+            _fitters(evaluator, run.plan.jobs) as pool,
+            Unfinished(lambda: found.rows, run.budget) as cut,
+        ):
             meter = RowMeter(run, evaluator, pool)
             _measure_side_by_side(meter)
             _measure_rows(meter, found)
