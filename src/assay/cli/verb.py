@@ -241,6 +241,17 @@ class _Command(typer.core.TyperCommand):
     types.
     """
 
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        """Take `--run-code=unsafe` as the two options that it stands for."""
+        plain = [
+            part
+            for one in args
+            for part in (
+                ["--run-code", "--run-code-unsafe"] if one == "--run-code=unsafe" else [one]
+            )
+        ]
+        return list(super().parse_args(context, plain))
+
     def collect_usage_pieces(self, context: Any) -> list[str]:
         """Arguments as they are written: `URL`, not `{URL}`."""
         return [_BRACES.sub(r"\1", piece) for piece in super().collect_usage_pieces(context)]

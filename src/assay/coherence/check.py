@@ -9,8 +9,10 @@ from dataclasses import replace
 from assay.coherence.exact import run_exact
 from assay.coherence.measure import Measurement
 from assay.coherence.options import CheckOptions
+from assay.coherence.ready import run_ready
 from assay.coherence.reference import EngineReference, read_reference, reference_folder
 from assay.coherence.run import Check, seconds_of
+from assay.coherence.sandbox import require_sandbox
 from assay.deadline import OVERRUN, limit
 from assay.engines.server.engine import ServerEngine
 from assay.errors import AssayError
@@ -31,8 +33,12 @@ def run_check(
     options = options or CheckOptions()
     if options.quick:
         options = replace(options, samples=1, repeats=min(3, options.repeats))
+    if options.ready:
+        return run_ready(url, options)
     if options.exact:
         return run_exact(url, options, progress)
+    if options.run_code and not options.run_code_unsafe:
+        require_sandbox()
     # A reference that cannot be read should not cost the minutes of a run.
     kept = read_reference(options.reference) if options.reference else None
     folder = reference_folder(options.reference_engine) if options.reference_engine else None

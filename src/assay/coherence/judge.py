@@ -14,6 +14,7 @@ from assay.coherence.record import CheckRecord
 from assay.coherence.rules.answers import answers
 from assay.coherence.rules.degenerate import degenerate_rate, hard_texts
 from assay.coherence.rules.missing_text import hidden_tokens, think_tag, truncated
+from assay.coherence.rules.needs import needs
 from assay.coherence.rules.rule import Ruling
 from assay.coherence.rules.same_answers import same_answers
 from assay.coherence.rules.scores import bits, depth
@@ -52,6 +53,7 @@ def judge(
         think_tag(record, reference),
         truncated(record),
         unfinished(record),
+        needs(record),
         streaming(record),
         stutter(record, reference, confidence),
         same_answers(record, reference),

@@ -15,10 +15,11 @@ from typing import Any
 
 from assay.coherence.conversation import Context, Outcome, Probe, generate_all, run_tasks
 from assay.coherence.filler import filler
+from assay.coherence.needs import check_need
 from assay.coherence.options import Plan
 from assay.coherence.passages import score_alone, score_in_context
 from assay.coherence.probes import standard_probes
-from assay.coherence.record import CheckRecord, ProbeResult
+from assay.coherence.record import CheckRecord, NeedCheck, ProbeResult
 from assay.coherence.replies import grade_outcome
 from assay.coherence.speed import prefill_speed, time_round, timed_requests, to_timed_text
 from assay.coherence.stages import FIRST, Stage
@@ -84,6 +85,7 @@ class Measurement:
             "tools": self._tools,
             "speed": self._speed,
             "streams": self._streams,
+            "needs": self._needs,
         }
         step = self._timed_texts if untimed and stage.kind == "speed" else steps[stage.kind]
         step(stage, what or stage.name, deadline)
@@ -192,6 +194,18 @@ class Measurement:
             ):
                 self._add(streams=(found,))
 
+    def _needs(self, stage: Stage, what: str, deadline: float) -> None:
+        """Ask for what the deployment must be able to do, where the engine is a server."""
+        if not isinstance(self.engine, StreamingEngine):
+            return
+        with self.progress(what, len(self.plan.need)) as advance:
+            for name in self.plan.need:
+                if time.monotonic() > deadline:
+                    self._add(needs=(NeedCheck(name, "unclear", "the budget is spent"),))
+                    continue
+                self._add(needs=(check_need(self.engine, name),))
+                advance()
+
     def skip_reason(self, probe: Probe) -> str | None:
         """Why the engine cannot answer a probe; None where it can."""
         if not self.chat and Capability.CHAT in probe.needs:
@@ -206,9 +220,7 @@ class Measurement:
         probe, error = outcome.task.probe, outcome.error
         result = partial(ProbeResult, probe.name, probe.title)
         if error is None:
-            self._add(
-                probes=(result(samples=(grade_outcome(outcome, run_code=self.plan.run_code),)),)
-            )
+            self._add(probes=(result(samples=(grade_outcome(outcome, self.plan),)),))
             return
         if error.verdict is Verdict.ERROR and error.finding_id in _ENDS_THE_RUN:
             raise error

@@ -9,6 +9,9 @@ from assay.coherence.needle import DEFAULT_LONGEST
 from assay.coherence.probes import NAMES
 from assay.options import RunTime, option
 
+NEEDS = ("tools", "streaming", "reasoning", "json")
+"""What `--need` may name."""
+
 
 @dataclass(frozen=True)
 class Plan(RunTime):
@@ -34,7 +37,10 @@ class Plan(RunTime):
         1.0, "Factor on every length limit, for models that reason at length.", lo=0.1, hi=100
     )
     thinking: bool = option(True, "Ask the chat template not to reason.")
-    run_code: bool = option(False, "Run the code that the model wrote, in a sandboxed subprocess.")
+    run_code: bool = option(False, "Run the code that the model wrote, in a sandbox.")
+    run_code_unsafe: bool = option(
+        False, "--run-code=unsafe: run it also where the sandbox is incomplete.", apart=True
+    )
     throughput: bool = option(True, "Do not measure speed.")
     suite: str = option(
         "text",
@@ -50,10 +56,24 @@ class Plan(RunTime):
         hi=1,
         apart=True,
     )
+    need: tuple[str, ...] = option(
+        (),
+        "What the server must be able to do: tools, streaming, reasoning, json; with commas.",
+        metavar="WHAT",
+    )
     quick: bool = option(
         False, "One text per probe, in 60 s, or in 3 min on a slow server.", apart=True
     )
     all: bool = option(False, "Measure everything, even after the verdict is certain.", apart=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named = tuple(
+            dict.fromkeys(n.strip() for one in self.need for n in one.split(",") if n.strip())
+        )
+        if unknown := [name for name in named if name not in NEEDS]:
+            raise self.usage(f"unknown need {unknown[0]!r}", f"one of {', '.join(NEEDS)}")
+        object.__setattr__(self, "need", named)
 
 
 @dataclass(frozen=True)
@@ -83,6 +103,9 @@ class CheckOptions(Plan):
     )
     identity_out: Path | None = option(
         None, "Write a reference of this server for --identity, and ask nothing else.", apart=True
+    )
+    ready: bool = option(
+        False, "Ask only for one short text, within 10 s: for a readiness probe.", apart=True
     )
     determinism: bool = option(
         False,

@@ -99,7 +99,7 @@ class Pace:
         read = self.read or 8 * self.write
         own = self._writing(stage) / self.write + self._reading(stage) / read
         timed = stage.kind == "speed"
-        alone = stage.kind == "streams" or kept(stage)
+        alone = stage.kind in ("streams", "needs") or kept(stage)
         return own * (1.0 if alone else 1.0 + self.reference * (0.3 if timed else 1.0))
 
     def _writing(self, stage: Stage) -> float:
@@ -110,6 +110,8 @@ class Pace:
             return sum(_EXPECTED.get(task.probe.name, 60) for task in stage.tasks)
         if stage.kind == "speed":
             return 3 * _TIMED_TOKENS * (stage.repeats + 1)
+        if stage.kind == "needs":
+            return 6 * _TIMED_TOKENS
         if stage.kind == "streams":
             return 2 * STREAM_TOKENS * STREAM_CASES
         slow = 3.0 if stage.streams == 1 else 1.0

@@ -295,6 +295,16 @@ class StreamCheck:
 
 
 @dataclass(frozen=True)
+class NeedCheck:
+    """Whether the server can do a thing that is needed: `good`, `bad` or `unclear`."""
+
+    name: str
+    state: str
+    says: str = ""
+    asked: int = 0
+
+
+@dataclass(frozen=True)
 class CheckRecord:
     """Everything one run of `assay check` measured."""
 
@@ -317,6 +327,7 @@ class CheckRecord:
     tools_skipped: str | None = None
     streams: tuple[StreamCheck, ...] = ()
     streams_skipped: str | None = None
+    needs: tuple[NeedCheck, ...] = ()
 
     @property
     def samples(self) -> tuple[GradedReply, ...]:
@@ -362,6 +373,7 @@ class CheckRecord:
                 for check in (results.get("streaming") or {}).get("checks") or ()
             ),
             streams_skipped=(results.get("streaming") or {}).get("skipped"),
+            needs=tuple(from_fields(NeedCheck, need) for need in results.get("needs") or ()),
         )
 
     def like(self, other: CheckRecord) -> CheckRecord:
@@ -401,6 +413,7 @@ class CheckRecord:
             tools_skipped=self.tools_skipped or more.tools_skipped,
             streams=self.streams + more.streams,
             streams_skipped=self.streams_skipped or more.streams_skipped,
+            needs=self.needs + more.needs,
         )
 
 

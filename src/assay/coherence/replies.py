@@ -7,6 +7,7 @@ from collections.abc import Collection
 from assay.coherence.conversation import Outcome, answer_text
 from assay.coherence.detectors.stutter import stutter_counts
 from assay.coherence.grading import Grade, grade
+from assay.coherence.options import Plan
 from assay.coherence.probes import FIBONACCI, extract_code
 from assay.coherence.record import HEAD_CHARS, GradedReply
 from assay.coherence.sandbox import run_fibonacci
@@ -17,15 +18,16 @@ from assay.engines import EXCERPT, Reply, call_remains, read_calls
 _WORST_FIRST = ("degenerate", "empty", "truncated_reasoning", "ok")
 
 
-def grade_outcome(outcome: Outcome, *, run_code: bool = False) -> GradedReply:
+def grade_outcome(outcome: Outcome, plan: Plan | None = None) -> GradedReply:
     """Grade every reply of a conversation; the worst one is the sample, the checks see them all.
 
-    `run_code` also runs the code that the Fibonacci probe asked for, in a sandboxed subprocess.
+    A plan with `run_code` also runs the code that the Fibonacci probe asked for, in a sandbox.
     """
     task = outcome.task
     checks = task.probe.check(outcome.replies, task.variant)
-    if run_code and task.probe.name == FIBONACCI.name:
-        checks = (*checks, run_fibonacci(extract_code(answer_text(outcome.replies[-1]))))
+    if plan is not None and plan.run_code and task.probe.name == FIBONACCI.name:
+        code = extract_code(answer_text(outcome.replies[-1]))
+        checks = (*checks, run_fibonacci(code, unsafe=plan.run_code_unsafe))
     graded = [(reply, grade_reply(reply)) for reply in outcome.replies]
     forms = (
         [tool_form(reply, outcome.tools) for reply in outcome.replies]

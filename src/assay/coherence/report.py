@@ -61,11 +61,7 @@ def _summary(record: CheckRecord, reference: Reference | None, judgement: Judgem
     if judgement.verdict is not Verdict.PASS:
         return ""
     suite = sum(len(level.answers) for level in record.tools)
-    what = (
-        f"{len(record.samples)} texts are sane"
-        if record.samples
-        else f"{suite} tool calls and objects hold"
-    )
+    what = _sane(record) if record.samples else f"{suite} tool calls and objects hold"
     answered = reference is not None and (reference.record.samples or reference.record.tools)
     against = ", as those of the reference" if answered else ""
     if reference is not None and not answered:
@@ -74,6 +70,12 @@ def _summary(record: CheckRecord, reference: Reference | None, judgement: Judgem
         )
     names = ", ".join(rule_words(r.rule) for r in judgement.rulings if r.state == "not_examined")
     return f"{what}{against}; not examined: {names}." if names else f"{what}{against}."
+
+
+def _sane(record: CheckRecord) -> str:
+    """How many texts are sane, which is not said of those that are not."""
+    n, bad = len(record.samples), sum(s.degenerate for s in record.samples)
+    return f"{n} texts are sane" if not bad else f"{n - bad} of {n} texts are sane"
 
 
 def _slower(times: Mapping[str, Any]) -> tuple[Finding, ...]:

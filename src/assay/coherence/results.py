@@ -77,6 +77,7 @@ def record_json(record: CheckRecord) -> dict[str, Any]:
         "counters": dict(record.counters),
         "tools": [_level_json(level) for level in record.tools],
         "tools_skipped": record.tools_skipped,
+        "needs": jsonable(record.needs),
         "streaming": {"checks": jsonable(record.streams), "skipped": record.streams_skipped},
     }
 

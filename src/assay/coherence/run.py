@@ -26,6 +26,7 @@ from assay.coherence.rules.rule import Rule
 from assay.coherence.settings import changed_settings, settings_of
 from assay.coherence.stages import (
     EVIDENCE_SECONDS,
+    FIRST,
     LEAST_EXTENSION,
     MAX_ANALYSES,
     QUICK_SECONDS,
@@ -39,7 +40,7 @@ from assay.deadline import OVERRUN, limit
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress, span
 from assay.stats.multiplicity import confidence_of_analysis
-from assay.verdict import Finding, Report, Verdict, worst
+from assay.verdict import Finding, Report, Severity, Verdict, worst
 
 EARLY = 0.9999
 """Confidence of the intervals that may end a run before its plan is done: so many interim
@@ -48,6 +49,11 @@ analyses cost next to no error.
 REFERENCE_CUT = Stage(
     "reference", "texts", "how the reference answers all that the server was asked"
 )
+_SHORTER = "shortened to fit the budget"
+_LEAST_STAGES = frozenset(
+    {FIRST, "short texts", "long texts", "streams", "needs", REFERENCE_CUT.name}
+)
+"""Stages without which nothing passes, as docs/check.md lists them."""
 DECIDED_BY_TEXTS = frozenset({Rule.HARD_TEXTS, Rule.DEGENERATE_RATE, Rule.STUTTER, Rule.TOOL_FORM})
 """Rules that further texts make clear."""
 
@@ -68,6 +74,16 @@ def seconds_of(options: CheckOptions) -> float:
     if options.budget is not None:
         return 60 * options.budget
     return QUICK_SECONDS_SLOW if options.quick else inf
+
+
+def _too_little(lacking: list[str]) -> Finding:
+    return Finding(
+        "coherence.evidence",
+        Severity.WARNING,
+        f"nothing speaks against it, and too little for a pass: {', '.join(lacking)} left out",
+        evidence={"stages": lacking},
+        remedies=("give it more time: --budget MINUTES",),
+    )
 
 
 @dataclass
@@ -128,7 +144,7 @@ class Check:
                 continue
             self._measure(chosen[0])
             if chosen[0] is not stage:
-                self.left_out.append((stage, "shortened to fit the budget"))
+                self.left_out.append((stage, _SHORTER))
             fatal = self.server.fatal
             if fatal is not None and not self.record.samples and stage.kind == "texts":
                 raise fatal
@@ -196,7 +212,7 @@ class Check:
         if not self._quick_time_known and self.pace.write:
             self.budget = QUICK_SECONDS if self.pace.write >= SLOW else QUICK_SECONDS_SLOW
             self._quick_time_known = True
-        if self.engine is not None and stage.kind != "streams":
+        if self.engine is not None and stage.kind not in ("streams", "needs"):
             self.pending.append(stage)
             if stage.kind in ("scores", "tools"):
                 self._catch_up((stage,))
@@ -288,6 +304,13 @@ class Check:
         report = build_report(
             subject, self.options, self.record, reference, judgement, times, changed
         )
+        if report.verdict is Verdict.PASS and (lacking := self._lacking_evidence()):
+            report = replace(
+                report,
+                verdict=Verdict.INCONCLUSIVE,
+                findings=(*report.findings, _too_little(lacking)),
+                summary="",
+            )
         if isinstance(self.ended, AssayError):
             verdict = worst((report.verdict, self.ended.verdict))
             report = replace(
@@ -300,6 +323,15 @@ class Check:
                 report, verdict=Verdict.INCONCLUSIVE, summary="what was measured holds so far"
             )
         return replace(report, interrupted=interrupted)
+
+    def _lacking_evidence(self) -> list[str]:
+        """Names of the stages that a pass rests on and that were not measured at all."""
+        least = {*_LEAST_STAGES, *(["fixed texts"] if self.options.reference_engine else ())}
+        if self.options.suite == "tools":
+            least |= {stage.name for stage, _ in self.left_out if stage.kind == "tools"}
+        return [
+            stage.name for stage, why in self.left_out if stage.name in least and why != _SHORTER
+        ]
 
     def _name_skipped(self) -> None:
         """Probes that were never asked are skipped, with the reason."""

@@ -46,7 +46,7 @@ class Stage:
     """
 
     name: str
-    kind: Literal["texts", "scores", "speed", "tools", "streams"]
+    kind: Literal["texts", "scores", "speed", "tools", "streams", "needs"]
     without: str
     """What the verdict cannot say where this stage is left out."""
     tasks: tuple[Task, ...] = ()
@@ -71,6 +71,7 @@ class Stage:
 
 
 FIRST = "first answers"
+_NEEDS = Stage("needs", "needs", "whether it can do what is needed")
 _STREAMS = Stage("streams", "streams", "whether streams hold what whole answers do")
 
 
@@ -78,9 +79,11 @@ def stages_of(plan: Plan, probes: Sequence[Probe], max_model_len: int | None) ->
     """The stages of the plan, what decides most per second first; `probes` are those that the
     subject can answer.
     """
+    needed = [_NEEDS] if plan.need else []
     if plan.suite == "tools":
         says = "whether tool calls hold with {} requests at once"
         return [
+            *needed,
             _STREAMS,
             *(
                 Stage(f"tools, {n} at a time", "tools", says.format(n), streams=n)
@@ -103,7 +106,7 @@ def stages_of(plan: Plan, probes: Sequence[Probe], max_model_len: int | None) ->
     stages.append(
         Stage("fixed texts", "scores", "how well the model predicts plain text", texts=fixed)
     )
-    stages.append(_STREAMS)
+    stages += [*needed, _STREAMS]
     texts("short texts", "whether short answers are sane", _drawn(plan, short, 0, 1))
     texts("long texts", "whether long answers are sane", _drawn(plan, long, 0, 1))
     if plan.throughput:

@@ -166,6 +166,7 @@ _NO_TOOLS = (
     "throughput",
     "repeats",
     "run_code",
+    "run_code_unsafe",
     "longest_needle",
     "concurrency",
 )
@@ -190,7 +191,7 @@ SECTIONS = {
             _ASKED,
             "Does the same request give the same answer, alone and in batches? No keys.",
         ),
-        Section("check", CheckSection, ("server",), ("suite", *_EXACT), _ASKED),
+        Section("check", CheckSection, ("server",), ("suite", "run_code_unsafe", *_EXACT), _ASKED),
         Section("tools", ToolsSection, ("server",), _NO_TOOLS, _ASKED),
         Section("compare", Plan, ("engine", "server"), ("keep",), ("reference", "candidates")),
     )

@@ -28,6 +28,7 @@ class Rule(StrEnum):
     TRUNCATED_REASONING = "truncated_reasoning"
     UNFINISHED = "unfinished"
     THROUGHPUT = "throughput"
+    NEEDS = "needs"
     STREAMING = "streaming"
     STUTTER = "stutter"
     ANSWERS = "answers"
