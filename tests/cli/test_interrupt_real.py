@@ -227,3 +227,24 @@ def test_sweep_in_its_second_row(tiny_llama: Path, tmp_path: Path) -> None:
     assert done["results"]["rows"][0]["kld"] == whole_row["kld"]
     states = {path: number for path, number in before.items() if "/states/" in path}
     assert states and states.items() <= kept(tmp_path).items()
+
+
+def test_reference_says_what_is_stored_and_goes_on(tiny_llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "stored"
+    words = ("reference", str(tiny_llama), "--windows", "600", "--length", "512", "--no-floors")
+
+    def stored(cache: Path) -> bool:
+        manifest = out / "manifest.json"
+        return manifest.exists() and len(json.loads(manifest.read_text())["windows"]) >= 4
+
+    with started(tmp_path, *words, "--out", str(out)) as run:
+        until = time.monotonic() + LIMIT
+        while not stored(tmp_path):
+            assert run.process.poll() is None and time.monotonic() < until, run.said()
+            time.sleep(0.02)
+        run.process.send_signal(signal.SIGHUP)
+        assert run.process.wait(LIMIT) == 129, run.said()
+        body = run.report()
+    assert ids(body) == {"fidelity.interrupted"}
+    assert 4 <= body["results"]["stored"] < body["results"]["windows"]
+    assert "goes on from there" in body["findings"][0]["title"]

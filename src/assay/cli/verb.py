@@ -493,7 +493,7 @@ def interrupted_report(name: str) -> Report:
         title=(
             "interrupted again while the report was made; what was measured is kept"
             if asked_again()
-            else "interrupted before anything was measured"
+            else "interrupted before there was anything to show"
         ),
     )
     return Report(command=name, verdict=Verdict.INCONCLUSIVE, findings=(finding,), interrupted=True)

@@ -35,7 +35,7 @@ from assay.fidelity.text.tokenizer_proof import probe_ids
 from assay.fidelity.windows import available_windows, blocks_of, cut_windows, places_of
 from assay.progress import Progress
 from assay.runs import Kept, keep_value, read_value
-from assay.verdict import Metric, Report, Verdict
+from assay.verdict import Finding, Metric, Report, Severity, Verdict
 
 
 @dataclass
@@ -539,16 +539,15 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
             facts["floors"] = measure_floors(
                 engine, live, windows, plan.job, plan.seed, progress
             ).to_json()
-        store = store_states(
-            plan,
-            engine,
-            windows,
-            text_facts,
-            out,
-            progress,
-            None if dtype == "engine" else dtype,
-            facts,
-        )
+        number_format = None if dtype == "engine" else dtype
+        try:
+            store = store_states(
+                plan, engine, windows, text_facts, out, progress, number_format, facts
+            )
+        except KeyboardInterrupt:
+            if not (out / STORE).exists():
+                raise
+            return _cut_short(plan, out, len(windows), text_facts)
     finally:
         engine.close()
     size = store.size
@@ -576,6 +575,20 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
             ),
             Metric("output head", f"{size.head_bytes / 2**20:.1f} MiB, once"),
         ],
+    )
+
+
+def _cut_short(plan: Plan, out: Path, total: int, text: Mapping[str, Any]) -> Report:
+    """The report of a reference that was interrupted: what is stored stays."""
+    done = len(read_manifest(out).windows)
+    title = (
+        f"interrupted: {done} of {total} passages are stored, the same command goes on from there"
+    )
+    finding = Finding("fidelity.interrupted", Severity.WARNING, title)
+    results = {"windows": total, "stored": done, "text": text}
+    report = _report(plan, out, results, [Metric("stored", f"{done} of {total} passages")])
+    return replace(
+        report, verdict=Verdict.INCONCLUSIVE, findings=(finding,), interrupted=True, summary=""
     )
 
 
