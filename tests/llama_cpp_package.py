@@ -1,4 +1,4 @@
-"""Find llama-cpp-python, installed or built into the cache by benchmarks/build_llama_cpp_python.sh."""
+"""Find llama-cpp-python, installed or built into the cache by benchmarks/build/build_llama_cpp_python.sh."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def require_llama_cpp() -> None:
     try:
         import llama_cpp  # noqa: F401
     except ImportError:
-        pytest.skip("llama-cpp-python is missing: run benchmarks/build_llama_cpp_python.sh")
+        pytest.skip("llama-cpp-python is missing: run benchmarks/build/build_llama_cpp_python.sh")

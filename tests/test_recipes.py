@@ -100,8 +100,10 @@ def test_every_recipe_has_a_time_outcomes_and_something_to_run() -> None:
 
 
 def test_the_tables_of_the_page_are_what_was_measured() -> None:
-    """Run `python benchmarks/users_day.py --page` after new results."""
-    spec = importlib.util.spec_from_file_location("users_day", ROOT / "benchmarks" / "users_day.py")
+    """Run `python benchmarks/check/users_day.py --page` after new results."""
+    spec = importlib.util.spec_from_file_location(
+        "users_day", ROOT / "benchmarks" / "check" / "users_day.py"
+    )
     assert spec and spec.loader
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

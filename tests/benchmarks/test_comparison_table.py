@@ -10,7 +10,7 @@ import pytest
 
 from comparison_table import comparison_table, sizes
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "compare" / "results"
 
 
 @pytest.mark.parametrize("name", ["compare_engines", "compare_exports", "compare_candidates"])

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "check"
 
 
 def test_the_page_holds_the_table_of_the_kept_results(monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Shares and speed-ups of benchmarks/throughput.py are those of single rounds; its workers run both
+"""Shares and speed-ups of benchmarks/compare/throughput.py are those of single rounds; its workers run both
 ways on a tiny model.
 """
 
@@ -13,7 +13,7 @@ import pytest
 
 from tiny_target import make_target
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "compare"
 sys.path.insert(0, str(BENCHMARKS))
 import throughput
 

@@ -1,7 +1,7 @@
 """Real quantised checkpoints of SmolLM2, as names, types and shapes: silent when whole, found out
 when damaged.
 
-The fixtures were written by `benchmarks/quantised_checkpoints.py --fixtures` from files that the
+The fixtures were written by `benchmarks/verify/quantised_checkpoints.py --fixtures` from files that the
 real libraries made.
 """
 

@@ -98,7 +98,7 @@ def test_vllm_counts_and_times_every_token(vllm: ServerEngine) -> None:
 
 def test_timing_agrees_with_the_servers_own_histogram(vllm: ServerEngine) -> None:
     """The same quantity in the same unit, over the same requests; how close it is,
-    benchmarks/speed_agreement.py measures.
+    benchmarks/check/speed_agreement.py measures.
     """
     vllm.stream(fixed(8))
 

@@ -41,7 +41,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llama_perplexity(gguf_file: Path, *arguments: str) -> str:
     program = cache_dir("llama.cpp") / "bin" / "llama-perplexity"
     if not program.exists():
-        pytest.skip("llama-perplexity is missing: run benchmarks/build_llama_cpp.sh")
+        pytest.skip("llama-perplexity is missing: run benchmarks/build/build_llama_cpp.sh")
     command = [
         str(program),
         "-m",

@@ -51,7 +51,7 @@ def test_a_contract_is_held_against_a_real_server_and_broken_by_a_damaged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not BINARY.exists():
-        pytest.skip("no llama-server: bash benchmarks/build_llama_cpp.sh")
+        pytest.skip("no llama-server: bash benchmarks/build/build_llama_cpp.sh")
     monkeypatch.chdir(tmp_path)
     shutil.copy(gguf_of(SMOLLM2), "model.gguf")
     with llama_server(

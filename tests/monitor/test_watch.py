@@ -376,7 +376,7 @@ def test_clocks_that_jump_change_nothing() -> None:
 
 
 def test_a_simulated_year_has_no_false_alarm_and_stays_small(tmp_path: Path) -> None:
-    # A round an hour; benchmarks/watch_alarms.py replays real noise every minute.
+    # A round an hour; benchmarks/watch/watch_alarms.py replays real noise every minute.
     clock = Clock()
     options = WatchOptions(listen="none", interval=3600.0)
     canary = Replayed(clock)

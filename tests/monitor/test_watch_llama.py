@@ -29,7 +29,7 @@ BINARY = cache_dir("llama.cpp") / "bin" / "llama-server"
 @pytest.fixture
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     if not BINARY.exists():
-        pytest.skip("no llama-server: bash benchmarks/build_llama_cpp.sh")
+        pytest.skip("no llama-server: bash benchmarks/build/build_llama_cpp.sh")
     monkeypatch.setattr("assay.monitor.loop.cache_dir", lambda name: tmp_path)
     return free_port()
 

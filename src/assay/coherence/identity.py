@@ -41,7 +41,7 @@ ALLOWED: Mapping[str, Allowance] = {
     "scores": Allowance(0.002, 0.01, "bits per byte, mean absolute difference"),
 }
 """On one kind of engine: rounding to 8 bits moves 0.010 to 0.024; bf16 on a GPU lies 0.005 from
-itself, as the first texts meet an empty prefix cache (benchmarks/results/identity.json). On
+itself, as the first texts meet an empty prefix cache (benchmarks/check/results/identity.json). On
 another: bf16 of llama.cpp and vLLM lie 0.013 apart."""
 
 

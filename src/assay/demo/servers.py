@@ -82,7 +82,7 @@ def llama_server(
     alias: str = "",
 ) -> Iterator[Server]:
     """Serve a GGUF file with llama.cpp's own server, built from its sources (see
-    benchmarks/build_llama_cpp.sh).
+    benchmarks/build/build_llama_cpp.sh).
 
     `alias` is the model's name to clients (default: the file's); port 0 takes a free one.
     """

@@ -55,7 +55,7 @@ LEAST_LONG, LONGEST = 5, 24
 sequence of letters.
 """
 HEALTHY = 0.0004
-"""Stutters a word that healthy models stay below: benchmarks/results/detector_roc.md."""
+"""Stutters a word that healthy models stay below: benchmarks/grade/results/detector_roc.md."""
 TIMES = 3.0
 """Above so many times that rate a run is bad, if the interval says so."""
 

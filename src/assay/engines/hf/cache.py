@@ -152,7 +152,7 @@ query head.
 transformers' `sdpa` copies them where there is a mask or torch's kernel takes no groups, which on a
 CPU costs more than the attention itself. Here the query heads of a group share their keys in one
 matrix product, and the softmax is in float32; more than one new token is transformers' own `sdpa`.
-What it differs by and saves: benchmarks/results/hf_attention.md.
+What it differs by and saves: benchmarks/compare/hf_attention.py.
 """
 
 
