@@ -8,6 +8,7 @@ import contextlib
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -305,3 +306,14 @@ def until(ask: Any, seconds: float = 120) -> Any:
 
 def test_states_are_the_words_of_the_exporter() -> None:
     assert {s.value for s in State} < set(status_of(watch(1))["states"])
+
+
+def test_the_pages_are_served_on_an_address_of_ipv6() -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with Exporter("[::1]:0", partial(status_of, watch())) as exporter:
+        answer = httpx.get(f"http://[::1]:{exporter.port}/healthz")
+    assert answer.status_code == 200

@@ -28,6 +28,7 @@ from assay.verdict import Severity, Verdict
 from monitor.watched import Clock, Replayed, asked, model, serve, watch_of
 from stub_server import (
     METRICS,
+    MODEL,
     Exchange,
     StubServer,
     close_at_once,
@@ -540,3 +541,21 @@ def test_a_second_interrupt_does_not_take_the_report_away() -> None:
         finally:
             signal.signal(signal.SIGTERM, before)
         assert report.exit_code == 130 and report.results["watch"]["rounds"] == {"ok": 1}
+
+
+def test_another_checkpoint_under_the_same_name_is_an_alarm() -> None:
+    with StubServer() as stub:
+        serve(stub)
+        watch = watch_of(stub.url)
+        asked(watch, 2)
+        assert watch.root == MODEL and not watch.alarms
+        stub.on("GET /v1/models", models(MODEL, root="/checkpoints/other"))
+        asked(watch, 1)
+        assert "root" in watch.alarms and "/checkpoints/other" in watch.alarms["root"]["why"]
+        assert report_of(watch).findings[0].id == "server.root_changed"
+        again = watch_of(stub.url)  # what was kept remembers the first checkpoint
+        asked(again, 1)
+        assert again.root == MODEL and "root" in again.alarms
+        stub.on("GET /v1/models", models(MODEL))
+        asked(again, 1)
+        assert "root" not in again.alarms

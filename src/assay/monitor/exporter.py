@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -134,6 +135,12 @@ def families(status: Mapping[str, Any]) -> Iterator[Family]:
     )
 
 
+class _Server6(ThreadingHTTPServer):
+    """The same on an address of IPv6."""
+
+    address_family = socket.AF_INET6
+
+
 class Exporter:
     """The pages on a port, served by threads of their own. Use as a context manager."""
 
@@ -171,7 +178,7 @@ class Exporter:
                 pass
 
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = (_Server6 if ":" in host else ThreadingHTTPServer)((host, port), Handler)
         except OSError as error:
             raise UsageError(
                 f"cannot listen at {host}:{port}: {error.strerror or error}",
