@@ -23,8 +23,8 @@ PAGE = Path(__file__).with_name("results.md")
 VERBS: dict[str, list[str]] = {
     "check": [
         "coherence/report.py:build_report",
-        "coherence/report.py:results_json",
-        "coherence/report.py:record_json",
+        "coherence/results.py:results_json",
+        "coherence/results.py:record_json",
     ],
     "grade": ["coherence/grade_files.py:grade_files", "coherence/grade_files.py:_row"],
     "verify": ["checkpoint/report.py:_results"],
@@ -59,9 +59,9 @@ VERBS: dict[str, list[str]] = {
     "kv decode": ["lab/kv/files.py:run_decode"],
     "kv serve": ["lab/kv/serve.py:run_serve"],
     "gate": ["gates/gate.py:gate_report", "gates/gate.py:_linted"],
-    "watch": ["monitor/watch.py:Watch.report"],
-    "doctor": ["serving/run.py:build_report"],
-    "bundle verify": ["serving/bundle.py:verify_bundle"],
+    "watch": ["monitor/report.py:report_of"],
+    "doctor": ["serving/report.py:build_report"],
+    "bundle verify": ["serving/bundle_check.py:verify_bundle"],
     "demo": ["demo/run.py:_report"],
     "card": ["gates/card.py:_report"],
     "table": ["fidelity/table/verb.py:run_table"],
@@ -144,11 +144,11 @@ def keys_of(place: str) -> list[str]:
 # function that makes them.
 CLASSES = {
     "gate.parts[]": "gates/gate.py:Part.to_json",
-    "doctor.settings[]": "serving/run.py:_setting_json",
-    "doctor.starts[]": "serving/run.py:_start_json",
-    "doctor.ladder[]": "serving/run.py:_rung",
-    "doctor.best": "serving/run.py:_best",
-    "check.probes[].samples[]": "coherence/record.py:Sample",
+    "doctor.settings[]": "serving/report.py:_setting_json",
+    "doctor.starts[]": "serving/report.py:_start_json",
+    "doctor.ladder[]": "serving/report.py:_rung",
+    "doctor.best": "serving/conclusion.py:best_of",
+    "check.probes[].samples[]": "coherence/record.py:GradedReply",
     "spec.evidence": "speculation/health.py:Assessment",
     "gap.checks[]": "lab/gap/outcome.py:Check",
     "compare.margins[]": "fidelity/margin_tests.py:MarginTest",
@@ -193,6 +193,8 @@ COMMON = {
 }
 MEANINGS: dict[str, dict[str, str]] = {
     "check": {
+        "needs": "What the deployment must be able to do (`--need`), and whether it can.",
+        "streaming": "The stream beside the whole answer of the same request: what a client of the stream misses.",
         "time": (
             "Seconds in all and of each stage, expected and taken, the budget, the looks, why it"
             " stopped, what was left out."
@@ -538,9 +540,8 @@ def page() -> str:
         lines += [f"| `{key}` | {meanings.get(key) or COMMON.get(key, '')} |" for key in keys]
         for path, place in CLASSES.items():
             if path.partition(".")[0] == verb:
-                made = place.rpartition(".")[2] == "to_json" or place.partition(":")[2].startswith(
-                    "_"
-                )
+                name = place.partition(":")[2]
+                made = name.endswith("to_json") or name == name.lower()  # a function, no class
                 names = ", ".join(
                     f"`{name}`" for name in (keys_of(place) if made else fields_of(place))
                 )
