@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,19 @@ def test_a_stage_that_stalls_is_given_up() -> None:
     assert report["results"]["time"]["seconds"] < 1.15 * BUDGET_S
     assert code in (0, 3) and report["verdict"] in ("pass", "inconclusive")
     assert any(probe["samples"] for probe in report["results"]["probes"])
+
+
+def test_half_way_it_says_what_it_would_say() -> None:
+    with serving(lambda e: (time.sleep(0.3), Sane()(e))) as stub:
+        done = subprocess.run(
+            [sys.executable, "-m", "assay", "check", stub.url, "--budget", "0.1", "--all"],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert "half of the time is spent: " in done.stderr
+    assert "so far, by " in done.stderr
 
 
 @pytest.mark.slow

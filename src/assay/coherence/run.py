@@ -110,6 +110,7 @@ class Check:
 
     def __post_init__(self) -> None:
         seconds = seconds_of(self.options)
+        self._said_so_far = False
         self.budget = None if seconds == inf else seconds
         self._quick_time_known = self.options.budget is not None or not self.options.quick
         self.pace = Pace(
@@ -151,6 +152,7 @@ class Check:
             if not self.options.all and rest and self._is_certain():
                 self._show_evidence(rest)
                 return
+            self._say_so_far()
             slowed = self.pace.slower is not None and self.pace.slower[0] == stage.name
             if (not self.expected or slowed) and self.pace.write:
                 self._say_plan(rest)
@@ -273,6 +275,16 @@ class Check:
             name, before, now = self.pace.slower
             why = f"the server has slowed down ({name}: {now:.3g} tokens/s, {before:.3g} before); "
         with self.progress(f"{why}expected: about {span(total)} in all ({told}){without}", 0):
+            pass
+
+    def _say_so_far(self) -> None:
+        """Tell the verdict on what was measured, once half of the budget is spent."""
+        if self._said_so_far or self.budget is None or self._left() > self.budget / 2:
+            return
+        self._said_so_far = True
+        so_far = self.judge(confidence_of_analysis(self.interim_analyses)).verdict
+        texts = len(self.record.samples)
+        with self.progress(f"half of the time is spent: {so_far} so far, by {texts} texts", 0):
             pass
 
     def _eta(self, stage: Stage) -> str:
