@@ -30,14 +30,14 @@ VERBS: dict[str, list[str]] = {
     "verify": ["checkpoint/report.py:_results"],
     "spec": ["speculation/spec.py:_results"],
     "compare": [
-        "fidelity/compare.py:report",
-        "fidelity/compare.py:shared_results",
-        "fidelity/compare.py:unfinished",
+        "fidelity/compare_report.py:report",
+        "fidelity/compare_report.py:shared_results",
+        "fidelity/compare_report.py:unfinished",
         "fidelity/summary.py:Summary.to_json",
         "fidelity/result.py:CandidateResult.to_json",
         "fidelity/budget.py:Budget.results",
     ],
-    "reference": ["fidelity/reference.py:keep_reference", "fidelity/reference.py:_write_base"],
+    "reference": ["fidelity/keep_reference.py:_stored", "fidelity/keep_reference.py:_write_base"],
     "kv eval": [
         "lab/kv/eval.py:facts_of",
         "lab/kv/eval.py:report",

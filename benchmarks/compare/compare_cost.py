@@ -28,8 +28,9 @@ from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import Window
 from assay.environment import describe
 from assay.fidelity.compare import run_compare
+from assay.fidelity.keep_reference import keep_reference
 from assay.fidelity.plan import Plan
-from assay.fidelity.reference import keep_reference, plan_windows
+from assay.fidelity.reference import plan_windows
 from assay.fidelity.score import LiveRows, observe
 
 RESULTS = Path(__file__).parent / "results"

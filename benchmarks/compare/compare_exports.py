@@ -26,8 +26,8 @@ from assay.demo.models import build_smollm2
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.compare import run_compare
+from assay.fidelity.keep_reference import keep_reference
 from assay.fidelity.plan import Plan
-from assay.fidelity.reference import keep_reference
 from assay.runs import cache_dir
 from comparison_table import comparison_table, sizes
 

@@ -86,7 +86,7 @@ def row(vocab: int, own: torch.dtype, other: torch.dtype) -> dict[str, Any]:
 
 
 def tv(sums: torch.Tensor) -> torch.Tensor:
-    """Total variation from the sums of `assay.fidelity.metrics.row_sums.row_sums.row_sums.row_sums.RowSums`."""
+    """Total variation from the sums of `assay.fidelity.metrics.row_sums.RowSums`."""
     sides = dict(zip((f.name for f in fields(RowSums)), sums, strict=True))
     return statistics_of(RowSums(**sides | {"same_best": sides["same_best"] > 0}), None).tv.cpu()
 

@@ -301,8 +301,8 @@ def reference(
         AssayError: The engine could not be loaded, or gives no states.
     """
     from assay.environment import recorded
+    from assay.fidelity.keep_reference import keep_reference
     from assay.fidelity.plan import ReferenceOptions
-    from assay.fidelity.reference import keep_reference
     from assay.progress import NO_PROGRESS
 
     asked = ReferenceOptions.of({"engine": engine, "out": out, **options})

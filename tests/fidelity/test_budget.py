@@ -185,7 +185,7 @@ def test_the_expected_time_of_every_stage_is_told_without_a_budget_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
-    for module in ("assay.fidelity.reference", "assay_lab.kv.evaluator"):
+    for module in ("assay.fidelity.open_reference", "assay_lab.kv.evaluator"):
         monkeypatch.setattr(f"{module}.WORTH_MEASURING", 1024)
     few = ["--windows", "16", "--length", "32"]
     for words, stages in (

@@ -43,7 +43,7 @@ def test_a_file_and_the_command_line_make_one_plan(tmp_path: Path) -> None:
         ("reference = 'a'\ncandidates = 'b'\nseed = -1", "seed"),
         ("reference = 'a'\ncandidates = 'b'\nmarginal_ppl = 3", "300"),
         ("reference = 'a'\ncandidates = 'b'\nmargin_top1 = 0.5", "top-1"),
-        ("reference = 'a'\ncandidates = 'b'\nmarginal_ppl = inf", "margins"),
+        ("reference = 'a'\ncandidates = 'b'\nmarginal_ppl = inf", "finite number"),
         ("reference = 'a'\ncandidates = 'b'\nwindow = 3", "window"),
         ("reference = 'a'\ncandidates = 'b'\nwindows = '3'", "windows"),
         ("reference = 'a'\ncandidates = 'b'\npath = 'sideways'", "sideways"),

@@ -14,10 +14,11 @@ from scipy import stats
 
 from assay.errors import UsageError
 from assay.fidelity.breakdown.floors import Floors
-from assay.fidelity.compare import Looks, implausible
+from assay.fidelity.compare_report import implausible
 from assay.fidelity.control import against_control, control_findings, controlled
 from assay.fidelity.engaged import Engaged
 from assay.fidelity.findings import findings_of
+from assay.fidelity.interim import InterimAnalyses
 from assay.fidelity.margin_tests import margin_tests
 from assay.fidelity.names import label_of
 from assay.fidelity.observation import WindowObservation
@@ -224,25 +225,25 @@ def test_an_excluded_accept_fails_even_where_the_rest_is_open(
     assert findings_of(open_, allow_marginal=False)[0].severity is Severity.ERROR
 
 
-def test_every_look_after_an_undecided_one_is_stricter(
+def test_every_interim_analysis_after_an_undecided_one_is_stricter(
     result: Callable[..., CandidateResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     undecided = result("a", spread=0.05).summary
     decided = result("b", shift=0.1).summary
 
-    def look(windows: int) -> Looks:
-        return Looks(PLAN, PLAN.candidates[0], windows)
+    def analysis(windows: int) -> InterimAnalyses:
+        return InterimAnalyses(PLAN, PLAN.candidates[0], windows)
 
-    look(64).record(decided)
-    assert look(128).number == 1
-    look(64).record(undecided)
-    assert (look(64).number, look(128).number) == (1, 2)
-    look(128).record(undecided)
-    assert (look(128).number, look(256).number) == (2, 3)
+    analysis(64).record(decided)
+    assert analysis(128).number == 1
+    analysis(64).record(undecided)
+    assert (analysis(64).number, analysis(128).number) == (1, 2)
+    analysis(128).record(undecided)
+    assert (analysis(128).number, analysis(256).number) == (2, 3)
     assert [confidence_of_analysis(k) for k in (1, 2, 3)] == [0.95, 0.99, 0.995]
-    next(tmp_path.glob("looks/*.json")).write_text("damaged")
-    assert look(256).number == 1
+    next(p for p in tmp_path.glob("looks/*") if p.is_file()).write_text("damaged")
+    assert analysis(256).number == 1
 
 
 @pytest.mark.parametrize(

@@ -348,10 +348,11 @@ def test_an_early_end_measures_the_windows_that_were_scored(
     whole = compare(monkeypatch, models, tmp_path, "mixtral", "mixtral-router")[1]["results"][
         "routing"
     ]
+    from assay.fidelity import candidate
     from assay.fidelity import compare as compared
 
-    monkeypatch.setattr(compared, "FIRST_LOOK", 4)
-    monkeypatch.setattr(compared, "is_certain", lambda *a: True)
+    monkeypatch.setattr(candidate, "FIRST_ANALYSIS", 4)
+    monkeypatch.setattr(candidate, "is_certain", lambda *a: True)
     planned = compared.run_compare
     monkeypatch.setattr(
         compared,

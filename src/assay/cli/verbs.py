@@ -145,8 +145,8 @@ def reference(engine: str, **given: Any) -> Report:
     Goes on where an interrupted run stopped. Exit code 0 stored, 2 could not be stored.
     """
     from assay.cli.progress import show
+    from assay.fidelity.keep_reference import keep_reference
     from assay.fidelity.plan import ReferenceOptions
-    from assay.fidelity.reference import keep_reference
 
     options = ReferenceOptions.of({"engine": engine, **given})
     return keep_reference(

@@ -143,7 +143,10 @@ def memory_error(what: str, device: Any, remedy: str = "") -> AssayError:
         f"out of memory with {what} on {device}",
         finding_id="fidelity.out_of_memory",
         remedy=remedy
-        or "give a smaller --length, a smaller type (?dtype=bfloat16) or another device (?device=cpu)",
+        or (
+            "give a smaller --length, a smaller type (?dtype=bfloat16) or another device"
+            " (?device=cpu)"
+        ),
     )
 
 

@@ -721,7 +721,9 @@ class RayScorer:
             yield part, done.found
 
     def _together(self, windows: Sequence[Window], job: ScoreJob) -> int:
-        """How many windows run together: of engines that choose, the least that any worker chooses."""
+        """How many windows run together: of engines that choose, the least that any worker
+        chooses.
+        """
         if job.batch:
             return job.batch
         key = (len(windows[0].tokens), job.path, job.scored_from, job.chunk, job.hook is None)

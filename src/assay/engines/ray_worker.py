@@ -187,7 +187,9 @@ class Worker:
 
 
 def software() -> dict[str, Any]:
-    """What has to be the same on all nodes whatever they score: packages, and the source of assay."""
+    """What has to be the same on all nodes whatever they score: packages, and the
+    source of assay.
+    """
     there = describe()
     known = {name: there[name] for name in ("assay", "python", "plugins", "packages")}
     return {**known, "source of assay": source_digest(".", *packages("assay.verbs").values())}

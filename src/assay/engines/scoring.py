@@ -47,7 +47,9 @@ class GreedyStep:
 
     @property
     def gap(self) -> float:
-        """How far the likeliest lies above the next, in nats: also the difference of their logits."""
+        """How far the likeliest lies above the next, in nats: also the difference of
+        their logits.
+        """
         return self.logprob - self.runner_up_logprob
 
 

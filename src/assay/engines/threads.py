@@ -58,7 +58,9 @@ def count_free_cores() -> int:
 
 
 def use_threads(wanted: int = 0) -> int:
-    """Have torch use `wanted` threads, or as many as `choose_threads` says; returns their number."""
+    """Have torch use `wanted` threads, or as many as `choose_threads` says; returns
+    their number.
+    """
     import torch
 
     threads = wanted or choose_threads()

@@ -33,7 +33,9 @@ def transform_weights(model: Any, spec: str) -> int:
 
 
 def parse_transform(spec: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a transformation; UsageError for a name or an option that there is not."""
+    """Name and options of a transformation; UsageError for a name or an option that
+    there is not.
+    """
     name, options = read_transform(spec)
     function = get("assay.weights", name)
     known = list(inspect.signature(function).parameters.values())[1:]

@@ -63,7 +63,9 @@ class Control:
         return max(part.windows_needed or 0 for part in parts)
 
     def to_json(self) -> dict[str, Any]:
-        """`results.control`: the difference of mean KL in nats, with that of perplexity beside it."""
+        """`results.control`: the difference of mean KL in nats, with that of perplexity
+        beside it.
+        """
         kl = self.kl
         return {
             "verdict": self.standing.value,

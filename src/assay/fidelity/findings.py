@@ -16,8 +16,58 @@ from assay.verdict import Finding, Severity
 
 def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
     """What there is to say of one candidate, gravest first."""
-    found: list[Finding] = []
-    summary, judged = result.summary, result.summary.judgement
+    found = _not_finite(result) if result.summary.nonfinite else []
+    if result.self_test:
+        return found + _self_test(result)
+    return found + _grade(result, allow_marginal) + _limits(result)
+
+
+def _not_finite(result: CandidateResult) -> list[Finding]:
+    """That logits were not finite."""
+    summary = result.summary
+    return [
+        Finding(
+            "fidelity.nonfinite",
+            Severity.ERROR,
+            f"{result.label}: {summary.nonfinite:,} tokens have logits that are not finite",
+            "They are counted here and enter no average.",
+            evidence={"tokens": summary.nonfinite, "candidate": result.label},
+            causes=("overflow in a low-precision type", "a corrupt weight or cache block"),
+            remedies=(
+                "look for NaN in the checkpoint: assay verify --values",
+                "score in a wider type: ?dtype=float32",
+            ),
+        )
+    ]
+
+
+def _self_test(result: CandidateResult) -> list[Finding]:
+    """That the candidate is the reference, and whether it repeats itself."""
+    found, summary = list[Finding](), result.summary
+    found.append(
+        Finding(
+            "fidelity.self_test",
+            Severity.INFO,
+            f"{result.label} is the reference itself: this tests the instrument, not a candidate",
+        )
+    )
+    if result.engaged.zero_share < 1:
+        found.append(
+            Finding(
+                "fidelity.not_repeatable",
+                Severity.WARNING,
+                f"{result.label}: two runs of the same engine differ (KL {kl_text(summary.kl)})",
+                "No candidate can be told from the reference below this.",
+                evidence={"zero_share": result.engaged.zero_share, "kld": summary.kl.value},
+                causes=("kernels whose order of operations changes from run to run",),
+            )
+        )
+    return found
+
+
+def _grade(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
+    """The grade as a finding, with the figures that it rests on."""
+    found, summary, judged = list[Finding](), result.summary, result.summary.judgement
     evidence = {
         "candidate": result.label,
         "dppl_pct": [judged.dppl_pct.value, judged.dppl_pct.lo, judged.dppl_pct.hi],
@@ -31,43 +81,6 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
         "windows": summary.windows,
         "tokens": summary.tokens,
     }
-    if summary.nonfinite:
-        found.append(
-            Finding(
-                "fidelity.nonfinite",
-                Severity.ERROR,
-                f"{result.label}: {summary.nonfinite:,} tokens have logits that are not finite",
-                "They are counted here and enter no average.",
-                evidence={"tokens": summary.nonfinite, "candidate": result.label},
-                causes=("overflow in a low-precision type", "a corrupt weight or cache block"),
-                remedies=(
-                    "look for NaN in the checkpoint: assay verify --values",
-                    "score in a wider type: ?dtype=float32",
-                ),
-            )
-        )
-    if result.self_test:
-        found.append(
-            Finding(
-                "fidelity.self_test",
-                Severity.INFO,
-                f"{result.label} is the reference itself: this tests the instrument, not a"
-                " candidate",
-            )
-        )
-        if result.engaged.zero_share < 1:
-            found.append(
-                Finding(
-                    "fidelity.not_repeatable",
-                    Severity.WARNING,
-                    f"{result.label}: two runs of the same engine differ (KL"
-                    f" {kl_text(summary.kl)})",
-                    "No candidate can be told from the reference below this.",
-                    evidence={"zero_share": result.engaged.zero_share, "kld": summary.kl.value},
-                    causes=("kernels whose order of operations changes from run to run",),
-                )
-            )
-        return found
     what = (
         f"{summary.kl_name} {kl_text(summary.kl)}, Δppl {interval_text(judged.dppl_pct, '%')}, "
         f"top-1 {top1_text(summary)}{beyond_text(summary)}"
@@ -113,6 +126,12 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
                 remedies=(_more_windows(judged.windows_needed),),
             )
         )
+    return found
+
+
+def _limits(result: CandidateResult) -> list[Finding]:
+    """What the KL cannot tell: it is a lower bound, or near the noise floor."""
+    found, summary = list[Finding](), result.summary
     if summary.bounds:
         found.append(_lower_bound(result, summary.bounds))
     elif result.floor and summary.kl.value < 2 * result.floor:

@@ -31,7 +31,9 @@ def _short(spec: str) -> str:
 
 
 def _without_folders(option: str) -> str:
-    """`python=/a/b/python` as `python=python`: a folder of this machine has no place in a result."""
+    """`python=/a/b/python` as `python=python`: a folder of this machine has no place in
+    a result.
+    """
     name, mark, value = option.partition("=")
     return f"{name}={Path(value).name}" if mark and Path(value).is_absolute() else option
 

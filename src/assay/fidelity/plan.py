@@ -69,7 +69,9 @@ class Passages(ThreadOptions):
 
 @dataclass(frozen=True)
 class MarginOptions(Options):
-    """Within which margins a difference is accepted: fractions (0.01 is 1 %), of the mean KL nats."""
+    """Within which margins a difference is accepted: fractions (0.01 is 1 %), of the
+    mean KL nats.
+    """
 
     _: KW_ONLY
     margin_ppl: float = option(0.01, "ACCEPT: Δppl within ± this.", form="fraction")

@@ -29,7 +29,9 @@ def read_plan(path: Path, overrides: Mapping[str, Any]) -> Plan:
 
 
 def plan_from(data: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Plan:
-    """A plan from plain data, such as a TOML file or the plan echoed in a result; `overrides` win."""
+    """A plan from plain data, such as a TOML file or the plan echoed in a result;
+    `overrides` win.
+    """
     values = Plan.read(data, where) | Plan.read(overrides)
     missing = [name for name in ("reference", "candidates") if not values.get(name)]
     if missing:

@@ -20,7 +20,9 @@ from assay.verdict import Verdict
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """One candidate against the reference. `label` is how it is named in tables, without folders."""
+    """One candidate against the reference. `label` is how it is named in tables,
+    without folders.
+    """
 
     label: str
     summary: Summary

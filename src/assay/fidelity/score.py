@@ -18,7 +18,6 @@ from assay.engines.server.candidate import ServerCandidate
 from assay.errors import AssayError
 from assay.fidelity.metrics.bounds import choose_ids, window_bounds
 from assay.fidelity.metrics.token_statistics import RowStatistics, window_statistics
-from assay.progress import Advance
 from assay.runs import Kept
 
 if TYPE_CHECKING:
@@ -173,7 +172,6 @@ def observe(
     *,
     kept: Kept | None = None,
     on_window: Callable[[WindowObservation], Any] = lambda seen: None,
-    advance: Advance = lambda: None,
     enough: Callable[[], bool] = lambda: False,
     left: Callable[[], float] = lambda: inf,
 ) -> list[WindowObservation]:
@@ -194,7 +192,6 @@ def observe(
         for found in known or ():
             seen[found.index] = found
             on_window(found)
-            advance()
         if enough():
             return [seen[w.index] for w in windows if w.index in seen]
     rows = [window for part in todo for window in part]
@@ -210,7 +207,6 @@ def observe(
                 if kept and len(done) == len(part):
                     kept.put(key_of(part), to_arrays(done))
                 on_window(found)
-                advance()
             if enough():
                 break
         else:

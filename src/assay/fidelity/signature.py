@@ -32,7 +32,8 @@ _SSH = re.compile(rb"ssh-ed25519[ \t]+[A-Za-z0-9+/]+=*")
 _SSH2 = re.compile(rb"-{4} ?BEGIN SSH2 PUBLIC KEY ?-{4}(.*?)-{4} ?END", re.DOTALL)
 _BLOB = re.compile(rb"\bAAAA[A-Za-z0-9+/]{20,}=*")
 _KEY_LIKE = re.compile(
-    rb"-----BEGIN|SSH2 PUBLIC|\bssh-|\becdsa-|\bsk-(?:ssh|ecdsa)|(?:PUBLIC|PRIVATE) KEY|PuTTY-User-Key"
+    rb"-----BEGIN|SSH2 PUBLIC|\bssh-|\becdsa-|\bsk-(?:ssh|ecdsa)|(?:PUBLIC|PRIVATE) KEY"
+    rb"|PuTTY-User-Key"
 )
 
 

@@ -30,13 +30,18 @@ QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 class Summary:
     """The figures of one candidate. Means are over finite tokens, intervals by window.
 
-    `dnll` is the mean of NLL_candidate − NLL_reference, `kl` and `kl_rev` in nats, `top1` a share,
-    `dp` the mean of
-    |p_candidate − p_reference| of the token that came, `tv` the mean total variation. `agreement`
-      is the share of tokens
-    whose likeliest token is the same but for rounding (`assay.fidelity.metrics.token_statistics`), which is what the
-    grade rests on.
-    `quantiles` are those of KL; `kl_max` its largest value.
+    Attributes:
+        judgement: The grade.
+        dnll: Mean of NLL_candidate − NLL_reference, in nats.
+        kl: Mean KL(reference‖candidate), in nats.
+        kl_rev: Mean KL(candidate‖reference), in nats.
+        top1: Share of tokens with the same likeliest token.
+        dp: Mean |p_candidate − p_reference| of the token that came.
+        tv: Mean total variation.
+        agreement: Share of tokens with the same likeliest token but for rounding
+            (`assay.fidelity.metrics.token_statistics`), on which the grade rests.
+        quantiles: Quantiles of KL.
+        kl_max: The largest KL.
     """
 
     judgement: Judgement

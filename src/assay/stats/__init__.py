@@ -1,4 +1,6 @@
-"""Intervals and tests that the verdicts rest on; the errors of means come from clusters of windows."""
+"""Intervals and tests that the verdicts rest on; the errors of means come from clusters of
+windows.
+"""
 
 from assay.stats.bootstrap import Resampling, bootstrap_quantiles, resampled_counts
 from assay.stats.cluster import (

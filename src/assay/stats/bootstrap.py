@@ -31,7 +31,9 @@ class Resampling:
 
 
 def resampled_counts(clusters: int, resampling: Resampling) -> Iterator[NDArray[np.float64]]:
-    """Blocks [b, G] of counts: how often each cluster is in a draw. Equal seeds give equal counts."""
+    """Blocks [b, G] of counts: how often each cluster is in a draw. Equal seeds give
+    equal counts.
+    """
     rng = np.random.default_rng(resampling.seed)
     rows = max(1, _BLOCK // clusters)
     for lo in range(0, resampling.draws, rows):

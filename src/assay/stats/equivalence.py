@@ -1,4 +1,4 @@
-"""Whether a difference is within a declared margin, outside it, or open: equivalence testing (TOST).
+"""Whether a difference is within a margin, outside it, or open: equivalence testing (TOST).
 
 A point estimate inside a margin proves nothing; an interval inside it does: two one-sided tests
 (TOST; Schuirmann, J. Pharmacokinet. Biopharm. 15 (1987) 657). With two-sided 95 % intervals each

@@ -122,7 +122,9 @@ def _power(lost: ClusterEstimate, margin: float) -> float:
 
 
 def _to_decide(lost: ClusterEstimate, windows: int) -> int | None:
-    """Windows G at which |lost| is (t + z of 80 %) standard errors, SE falling as 1/√G; at least 8."""
+    """Windows G at which |lost| is (t + z of 80 %) standard errors, SE falling as 1/√G; at least
+    8.
+    """
     if lost.se == 0:
         return MIN_WINDOWS
     if lost.value == 0 or not math.isfinite(lost.se):

@@ -30,7 +30,9 @@ class Resolution:
 
 
 def resolution(pilot: ClusterEstimate, windows: int, confidence: float = 0.95) -> Resolution:
-    """What `windows` windows will resolve, from a pilot of at least four (ValueError with fewer)."""
+    """What `windows` windows will resolve, from a pilot of at least four (ValueError
+    with fewer).
+    """
     from scipy.special import chdtri
 
     if pilot.clusters < MIN_PILOT:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from assay.fidelity.compare import implausible
+from assay.fidelity.compare_report import implausible
 from assay.stats import Interval
 from assay.stats.resolution import windows_needed
 from assay.verdict import (

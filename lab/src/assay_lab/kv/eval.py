@@ -14,12 +14,15 @@ from typing import Any
 from assay.engines.ray_scorer import on_ray
 from assay.engines.scoring import Engagement
 from assay.environment import describe
+from assay.fidelity.assess import Scores, assess
 from assay.fidelity.breakdown.floors import Floors
 from assay.fidelity.budget import Budget
-from assay.fidelity.compare import FIRST_LOOK, Looks, assess, certain_findings, implausible
+from assay.fidelity.candidate import FIRST_ANALYSIS
+from assay.fidelity.compare_report import certain_findings, implausible
 from assay.fidelity.control import Control, against_control, control_findings, control_metrics
 from assay.fidelity.engaged import engaged
 from assay.fidelity.findings import findings_of
+from assay.fidelity.interim import InterimAnalyses
 from assay.fidelity.names import label_of
 from assay.fidelity.observation import WindowObservation
 from assay.fidelity.plan import QUICK_MINUTES, MarginOptions, Plan
@@ -160,12 +163,12 @@ def score(run: EvalRun, evaluator: CodecEvaluator) -> Scored:
     """Score the windows with the codec, then with the control. UsageError and errors before the
     first window are raised; later ones end the measurement.
     """
-    plan, look, certain = run.plan, FIRST_LOOK, False
+    plan, after, certain = run.plan, FIRST_ANALYSIS, False
 
     def enough(seen: Sequence[WindowObservation]) -> bool:
-        nonlocal look, certain
-        if not (plan.all or run.control) and look <= len(seen) < len(evaluator.windows):
-            look = 2 * len(seen)
+        nonlocal after, certain
+        if not (plan.all or run.control) and after <= len(seen) < len(evaluator.windows):
+            after = 2 * len(seen)
             certain = is_certain(seen, run.margins, evaluator.blocks)
         return certain or run.budget.ends_before_next()
 
@@ -267,21 +270,20 @@ def _compared(run: EvalRun, scored: Scored, evaluator: CodecEvaluator) -> Candid
     )
     about = evaluator.fitting.about
     settings = json.dumps([plan.mode, plan.streams, plan.skip_layers, about])
-    looks = Looks(run.compared, f"{run.codec} {settings}", len(seen))
-    result = assess(
-        run.compared,
-        Floors(),
-        evaluator.engine.tokenizer.decode,
-        seen,
+    analyses = InterimAnalyses(run.compared, f"{run.codec} {settings}", len(seen))
+    scores = Scores(
         plan.codec,
+        seen,
         took_part,
         evaluator.engine.describe(),
-        blocks=evaluator.blocks,
-        confidence=confidence_of_analysis(looks.number),
+        evaluator.engine.tokenizer.decode,
+        evaluator.blocks,
         self_test=same,
     )
+    confidence = confidence_of_analysis(analyses.number)
+    result = assess(scores, run.compared, Floors(), confidence=confidence)
     if not scored.cut:
-        looks.record(result.summary)
+        analyses.record(result.summary)
     return replace(result, certain=scored.certain)
 
 

@@ -92,18 +92,10 @@ def measure_kept(
             seen[window.index] = window
             new.append(window.index)
             on_window(window)
+            advance()
 
         try:
-            observe(
-                reference,
-                engine,
-                todo,
-                job,
-                kept=kept,
-                on_window=note,
-                advance=advance,
-                enough=enough,
-            )
+            observe(reference, engine, todo, job, kept=kept, on_window=note, enough=enough)
         finally:
             if new:
                 seconds = [fitted, time.perf_counter() - began]

@@ -104,7 +104,9 @@ class Context:
         return rows
 
     def bytes_per_token(self, tokens: int) -> float:
-        """Bytes of the cache that one token takes, from its serialised size after `tokens` tokens."""
+        """Bytes of the cache that one token takes, from its serialised size after
+        `tokens` tokens.
+        """
         return float(self._library.llama_state_seq_get_size(self._context, 0)) / tokens
 
 
@@ -132,7 +134,9 @@ def tokenizer_facts(library: Any, model: Any) -> TokenizerFacts:
 
 
 def encode(library: Any, vocabulary: Any, text: str) -> list[int]:
-    """Ids of `text` without a start token; names of special tokens within it count as those tokens."""
+    """Ids of `text` without a start token; names of special tokens within it count as those
+    tokens.
+    """
     raw = text.encode("utf-8", "surrogatepass")
     size = len(raw) + 8
     ids = (library.llama_token * size)()

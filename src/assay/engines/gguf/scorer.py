@@ -56,7 +56,9 @@ class GgufScorer:
 
     @classmethod
     def load(cls, spec: str) -> GgufScorer:
-        """Load `gguf:FILE?…`; AssayError where llama-cpp-python is missing or cannot read the file."""
+        """Load `gguf:FILE?…`; AssayError where llama-cpp-python is missing or cannot read the
+        file.
+        """
         parsed = parse_gguf(spec)
         return cls(parsed, load_library(), load_model(parsed))
 

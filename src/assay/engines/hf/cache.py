@@ -119,7 +119,9 @@ def new_cache(model: Any) -> Any:
 
 @cache
 def _narrow(base: type) -> type:
-    """A subclass of a cache layer, full or sliding, that holds what it is given in `assay_dtype`."""
+    """A subclass of a cache layer, full or sliding, that holds what it is given in
+    `assay_dtype`.
+    """
 
     class Narrow(base):  # type: ignore[misc]
         assay_dtype: torch.dtype

@@ -13,7 +13,9 @@ LOGITS_AT_ONCE = 2**25
 
 
 def token_logprobs(model: Any, ids: tuple[int, ...]) -> tuple[float | None, ...]:
-    """Natural log-probability of each token given those before it, in float32; None for the first."""
+    """Natural log-probability of each token given those before it, in float32; None for
+    the first.
+    """
     device = next(model.parameters()).device
     tokens = torch.tensor([ids], device=device)
     vocabulary = model.get_input_embeddings().num_embeddings

@@ -274,7 +274,9 @@ class HfScorer:
         return output_head(self.engine.model)
 
     def describe(self) -> dict[str, Any]:
-        """Engine, versions, model and number formats; after scoring, how many windows ran together."""
+        """Engine, versions, model and number formats; after scoring, how many windows ran
+        together.
+        """
         return self.engine.describe() | ({"batch": self._batches.note()} if self._batches else {})
 
     def batch_size(self, windows: Sequence[Window], job: ScoreJob) -> int:

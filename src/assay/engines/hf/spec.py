@@ -103,7 +103,9 @@ class HfSpec:
 
 
 def parse_hf(spec: str) -> HfSpec:
-    """Read `hf:MODEL?option=value&…`, or a plain MODEL; UsageError on an unknown option or value."""
+    """Read `hf:MODEL?option=value&…`, or a plain MODEL; UsageError on an unknown option
+    or value.
+    """
     options: dict[str, Any] = {field.name: field.default for field in fields(HfSpec)[1:]}
     model, given = read_options(
         spec, "hf:", list(options), example="hf:PATH, such as hf:./model?dtype=float32"

@@ -115,7 +115,9 @@ class ServerCandidate:
         }
 
     def require(self, job: ScoreJob, length: int) -> None:
-        """AssayError where it scores no prompt of token ids, not by this path, or none that long."""
+        """AssayError where it scores no prompt of token ids, not by this path, or none
+        that long.
+        """
         where = f"{self.engine.url} ({self.engine.model})"
         if job.path is not ScoringPath.PREFILL:
             raise AssayError(
@@ -147,7 +149,9 @@ class ServerCandidate:
         return scores
 
     def tokenize(self, text: str) -> Sequence[int]:
-        """Token ids of a text, without special tokens; MissingCapability where it has no /tokenize."""
+        """Token ids of a text, without special tokens; MissingCapability where it has no
+        /tokenize.
+        """
         return self.engine.tokenize(text)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -70,7 +70,9 @@ def reasoning_of(part: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 def logprobs_of(choice: Mapping[str, Any]) -> list[float]:
-    """Log-probabilities of the generated tokens in a choice, in the chat or the completions shape."""
+    """Log-probabilities of the generated tokens in a choice, in the chat or the
+    completions shape.
+    """
     holder = as_object(choice.get("logprobs"))
     content = holder.get("content")
     values = (

@@ -192,7 +192,9 @@ class Transport:
 
     @contextmanager
     def stream(self, url: str, body: Mapping[str, Any]) -> Iterator[Pieces]:
-        """The pieces of the answer to a POST of JSON; retried only as long as no answer has begun."""
+        """The pieces of the answer to a POST of JSON; retried only as long as no answer
+        has begun.
+        """
         with self._open("POST", url, body, True, self.limits.silence_s) as pieces:
             yield pieces
 

@@ -204,7 +204,9 @@ def _topk(
 
 
 def _logprob(value: Any) -> float | None:
-    """A log-probability; −inf as such, or as the large negative number that stands for it in JSON."""
+    """A log-probability; −inf as such, or as the large negative number that stands for
+    it in JSON.
+    """
     if value == -math.inf:
         return -math.inf
     number = as_number(value)

@@ -32,7 +32,9 @@ def one_line(text: str, limit: int = _LIMIT) -> str:
 
 
 def error_message(value: Any) -> str:
-    """The message in a JSON error object, in the shapes that servers use; empty if there is none."""
+    """The message in a JSON error object, in the shapes that servers use; empty if
+    there is none.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, dict):

@@ -499,7 +499,8 @@ class _Deaths:
         rank, process = self._processes[wait(list(self._processes))[0]]
         for _ in range(
             20
-            # vLLM's own monitor may have asked for the status just now: then the first try finds none
+            # vLLM's own monitor may have asked for the status just now: then the first try finds
+            # none
         ):
             process.join(0.1)
             if process.exitcode is not None:

@@ -15,7 +15,9 @@ FORCED = "assay_forced"
 
 
 class TeacherForcing(LogitsProcessor):  # type: ignore[misc]
-    """Sets the logits of all tokens but the next forced one to −inf; other requests are left alone."""
+    """Sets the logits of all tokens but the next forced one to −inf; other requests are left
+    alone.
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[

@@ -25,7 +25,9 @@ class Fed:
 
 @dataclass(frozen=True)
 class Moves:
-    """Rows `source` of a step's states go to rows `target` of the batch's buffer; both int64 [n]."""
+    """Rows `source` of a step's states go to rows `target` of the batch's buffer; both
+    int64 [n].
+    """
 
     source: NDArray[np.int64]
     target: NDArray[np.int64]

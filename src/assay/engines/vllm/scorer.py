@@ -132,9 +132,10 @@ class VllmScorer:
 
         `references` are the reference's rows of `windows`, taken batch by batch. `target` is the
         import path of a function of a batch (reference rows, candidate rows) that gives a dataclass
-        of tensors for each window, such as `assay.fidelity.metrics.token_statistics:batch_statistics`. For a worker
-        only the states travel to it and the statistics back; in this process it is what
-        `score_windows` and that function do.
+        of tensors for each window, such as
+        `assay.fidelity.metrics.token_statistics:batch_statistics`. For a worker only the states
+        travel to it and the statistics back; in this process it is what `score_windows` and that
+        function do.
         """
         for part in self._batches(windows, job):
             yield from zip(

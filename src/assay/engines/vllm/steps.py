@@ -143,7 +143,9 @@ class Steps:
         return tuple(found)
 
     def check(self, positions: torch.Tensor) -> None:
-        """Hold the positions [tokens] that the model was given against the requests, once a step."""
+        """Hold the positions [tokens] that the model was given against the requests,
+        once a step.
+        """
         requests = self.requests
         if self._checked or requests is None:
             return

@@ -23,7 +23,8 @@ from assay.engines.vllm.start import reason_of
 from assay.errors import AssayError
 
 RANK_ERROR = re.compile(
-    r"\(Worker(?:_PP(?P<stage>\d+))?(?:_TP(?P<rank>\d+))?\b[^)]*\).*?\b(?P<said>(?:\w+\.)*\w*(?:Error|Exception): .+)"
+    r"\(Worker(?:_PP(?P<stage>\d+))?(?:_TP(?P<rank>\d+))?\b[^)]*\).*?"
+    r"\b(?P<said>(?:\w+\.)*\w*(?:Error|Exception): .+)"
 )
 
 

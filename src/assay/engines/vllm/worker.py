@@ -396,7 +396,9 @@ def fed_of(runner: Any, scheduler_output: Any) -> list[Fed]:
 
 
 def allocated(tensors: Iterable[Any]) -> int:
-    """Bytes behind the tensors; layers may share one allocation, and some keep a list of tensors."""
+    """Bytes behind the tensors; layers may share one allocation, and some keep a list
+    of tensors.
+    """
     storages: dict[int, int] = {}
     for entry in tensors:
         for tensor in entry if isinstance(entry, list | tuple) else (entry,):

@@ -158,7 +158,9 @@ def compare_greedy(
     tokens: int,
     texts: Callable[[int], str] = str,
 ) -> Greedy:
-    """Where the candidate's continuations leave the reference's; `texts` gives the text of a token."""
+    """Where the candidate's continuations leave the reference's; `texts` gives the text of a
+    token.
+    """
     length = prefix_length(windows)
     if reason := " and ".join(
         f"{side}: {continued.reason}"

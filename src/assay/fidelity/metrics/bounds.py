@@ -145,18 +145,7 @@ def bounded_statistics(
     upper = torch.where(open_ids == 0, inside, torch.where(open_ids == 1, single, torch.inf))
     apart, apart_tail = (p - q).abs().sum(-1), (tail_ref - tail_cand).abs()
 
-    ref_best = ref.argmax(-1)
-    best = logq.masked_fill(~given, -torch.inf).max(-1, keepdim=True).values
-    is_best = given & (logq == best)
-    cand_best = (
-        torch.where(is_best, ids, torch.iinfo(ids.dtype).max).min(-1).values
-    )  # the lower id wins a tie
-    sure = (best.squeeze(-1).exp() > tail_cand + SLACK) | lists_best
-    same = cand_best == ref_best
-    chosen = ref.gather(-1, cand_best.clamp(0, vocab - 1).unsqueeze(-1)).squeeze(-1)
-    beyond = ~same & sure & beyond_rounding(ref.max(-1).values, chosen)
-    beaten = ((ids == ref_best.unsqueeze(-1)) & ~is_best).any(-1)
-
+    same, sure, beyond, possible = _likeliest(ref, ids, logq, tail_cand, lists_best)
     gold_p = logp.gather(1, gold.long().unsqueeze(-1)).squeeze(-1)
     bad = ~(total.squeeze(-1).isfinite() & gold_logq.isfinite())
 
@@ -174,13 +163,40 @@ def bounded_statistics(
         conf=clean(logp.max(-1).values.exp()),
         tv=clean((apart + apart_tail) / 2),
         beyond=beyond & ~bad,
-        top1_possible=(same | (~sure & ~beaten)) & ~bad,
+        top1_possible=possible & ~bad,
         tail_ref=clean(tail_ref),
         tail_cand=clean(tail_cand),
         kl_upper=clean(upper.clamp_min(0.0)),
         tv_lo=clean((apart + apart_tail) / 2),
         tv_hi=clean(((apart + tail_ref + tail_cand) / 2).clamp_max(1.0)),
     )
+
+
+def _likeliest(
+    ref: torch.Tensor,
+    ids: torch.Tensor,
+    logq: torch.Tensor,
+    tail_cand: torch.Tensor,
+    lists_best: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the likeliest token of both sides is, four times bool [n].
+
+    Whether the two seem the same; whether the candidate's is known for sure; whether a known one
+    differs beyond rounding; whether the two can be the same. The lower id wins a tie.
+    """
+    import torch
+
+    given, vocab = ids >= 0, ref.shape[-1]
+    ref_best = ref.argmax(-1)
+    best = logq.masked_fill(~given, -torch.inf).max(-1, keepdim=True).values
+    is_best = given & (logq == best)
+    cand_best = torch.where(is_best, ids, torch.iinfo(ids.dtype).max).min(-1).values
+    sure = (best.squeeze(-1).exp() > tail_cand + SLACK) | lists_best
+    same = cand_best == ref_best
+    chosen = ref.gather(-1, cand_best.clamp(0, vocab - 1).unsqueeze(-1)).squeeze(-1)
+    beyond = ~same & sure & beyond_rounding(ref.max(-1).values, chosen)
+    beaten = ((ids == ref_best.unsqueeze(-1)) & ~is_best).any(-1)
+    return same, sure, beyond, same | (~sure & ~beaten)
 
 
 def terms(weight: torch.Tensor, log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
@@ -191,7 +207,9 @@ def terms(weight: torch.Tensor, log_a: torch.Tensor, log_b: torch.Tensor) -> tor
 
 
 def padded(rows: Sequence[Mapping[int, float]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [n, K] and log-probabilities [n, K] of rows of unequal length, padded with −1 and −inf."""
+    """Ids [n, K] and log-probabilities [n, K] of rows of unequal length, padded with −1
+    and −inf.
+    """
     import torch
 
     width = max(map(len, rows))

@@ -1,5 +1,4 @@
-"""The sums of `assay.fidelity.metrics.row_sums.row_sums.row_sums.row_sums.row_sums` by one Triton kernel on a GPU, once it gave what
-torch gives of real rows.
+"""The sums of `row_sums` by one Triton kernel on a GPU, once it gave what torch gives of real rows.
 
 A program takes a row and reads each side's logits three times in the type that the engine gave
 them. The first reading finds the largest logit of both sides and its lowest index, the second adds
@@ -22,7 +21,7 @@ from assay.environment import gives_the_same
 
 Sums = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of logits of both sides [n, V] and ids [n]: float64 [10, n], the fields of
-`assay.fidelity.metrics.row_sums.row_sums.row_sums.row_sums.RowSums` in order.
+`assay.fidelity.metrics.row_sums.RowSums` in order.
 """
 
 _COMPARED_ROWS = 64
@@ -111,7 +110,9 @@ _BLOCK = 2048
 
 @triton.jit
 def _first_max(best, index, none):  # type: ignore[no-untyped-def]
-    """Largest of the lanes' values and the lowest index that has it, `none` where no lane has it."""
+    """Largest of the lanes' values and the lowest index that has it, `none` where no
+    lane has it.
+    """
     top = tl.max(best, axis=0)
     return top, tl.min(tl.where(best == top, index, none), axis=0)
 

@@ -167,8 +167,9 @@ def _stacked_sums(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) -> 
 
 @cache
 def kernel_of() -> Any:
-    """`assay.fidelity.metrics.fused_gpu`, imported where logits are on a GPU; None, with a warning, where
-    it cannot be.
+    """`assay.fidelity.metrics.fused_gpu`, imported where logits are on a GPU.
+
+    None, with a warning, where it cannot be.
     """
     try:
         from assay.fidelity.metrics import fused_gpu

@@ -143,7 +143,9 @@ def beyond_rounding(largest: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def bucket(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """p log(p / q) of one bucket; 0 where either side has nothing in it, as rounding may leave it."""
+    """p log(p / q) of one bucket; 0 where either side has nothing in it, as rounding
+    may leave it.
+    """
     return torch.where((p > 0) & (q > 0), p * (p / q).log(), 0.0)
 
 

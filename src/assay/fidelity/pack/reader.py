@@ -37,7 +37,9 @@ MOST_BYTES = 64 << 30
 
 @dataclass
 class Pack:
-    """A pack that was checked: its rows stand for the reference once there is a head (`find_head`)."""
+    """A pack that was checked: its rows stand for the reference once there is a head
+    (`find_head`).
+    """
 
     path: Path
     header: StoreHeader
@@ -63,7 +65,9 @@ class Pack:
         return len(self.windows) * (self.header.length - self.header.scored_from)
 
     def find_head(self, engine: Any) -> None:
-        """Take the candidate's output head where the pack has none; AssayError where it is another."""
+        """Take the candidate's output head where the pack has none; AssayError where it is
+        another.
+        """
         if self.head is None:
             own = getattr(engine, "head", None)
             if not isinstance(own, Head) or not self._is_its(own):
@@ -182,7 +186,9 @@ def _captured(folder: Path, key: Key | None) -> Pack:
 
 
 def pack_settings(spec: str) -> dict[str, Any]:
-    """`windows`, `length`, `scored` and `path` of what `pack:FILE` holds, from its manifest alone."""
+    """`windows`, `length`, `scored` and `path` of what `pack:FILE` holds, from its
+    manifest alone.
+    """
     path = pack_path(spec)
     if (path / CAPTURE).is_file():
         capture = Capture(path)

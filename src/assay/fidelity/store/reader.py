@@ -75,7 +75,9 @@ class Store:
         self.__dict__.pop("head", None)
 
     def states(self, index: int) -> StateRows:
-        """States [n, d] of the window with this number, with the head that turns them into logits."""
+        """States [n, d] of the window with this number, with the head that turns them
+        into logits.
+        """
         entry = self._entry(index)
         tensors = read_tensors(self.folder, entry.stored)
         window = Window(index, tuple(tensors["tokens"].tolist()))

@@ -45,7 +45,9 @@ def write_tensors(folder: Path, kind: str, tensors: Mapping[str, torch.Tensor]) 
 
 
 def read_tensors(folder: Path, stored: StoredFile) -> dict[str, torch.Tensor]:
-    """The tensors of a file, checked first; AssayError names it where it is missing or has changed."""
+    """The tensors of a file, checked first; AssayError names it where it is missing or has
+    changed.
+    """
     from safetensors.torch import load
 
     path = folder / stored.file

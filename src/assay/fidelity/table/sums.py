@@ -89,27 +89,37 @@ def connect(options: TableOptions, folder: str, files: Sequence[str]) -> Any:
 
 _SUMS = """
 WITH sums AS (
-  SELECT {key}, cluster, count(*) AS n, sum(tokens) AS w, sum(kld * tokens ORDER BY "window") AS k, sum(dnll * tokens ORDER BY "window") AS d,
+  SELECT {key}, cluster, count(*) AS n, sum(tokens) AS w,
+    sum(kld * tokens ORDER BY "window") AS k,
+    sum(dnll * tokens ORDER BY "window") AS d,
     sum(top1 * tokens ORDER BY "window") AS t
   FROM rows WHERE tokens > 0 GROUP BY {key}, cluster
 ), means AS (
-  SELECT {key}, count(*) AS g, sum(n) AS windows, sum(w) AS w, sum(k ORDER BY cluster) / sum(w) AS k, sum(d ORDER BY cluster) / sum(w) AS d,
+  SELECT {key}, count(*) AS g, sum(n) AS windows, sum(w) AS w,
+    sum(k ORDER BY cluster) / sum(w) AS k,
+    sum(d ORDER BY cluster) / sum(w) AS d,
     sum(t ORDER BY cluster) / sum(w) AS t
   FROM sums GROUP BY {key}
 )
-SELECT {means_key}, g, windows, means.w, means.k, means.d, means.t, sum(pow(sums.k - means.k * sums.w, 2) ORDER BY cluster),
-  sum(pow(sums.d - means.d * sums.w, 2) ORDER BY cluster), sum(pow(sums.t - means.t * sums.w, 2) ORDER BY cluster)
+SELECT {means_key}, g, windows, means.w, means.k, means.d, means.t,
+  sum(pow(sums.k - means.k * sums.w, 2) ORDER BY cluster),
+  sum(pow(sums.d - means.d * sums.w, 2) ORDER BY cluster),
+  sum(pow(sums.t - means.t * sums.w, 2) ORDER BY cluster)
 FROM sums JOIN means USING ({key}) GROUP BY ALL ORDER BY {means_key}
 """
 
 
 _PAIRS = """
 WITH sums AS (
-  SELECT {a_key}, a.cluster AS cluster, sum(a.tokens) AS w, sum((a.kld - b.kld) * a.tokens ORDER BY a."window") AS k
-  FROM rows a JOIN rows b ON a.windows_sha256 = b.windows_sha256 AND a.reference = b.reference AND a."window" = b."window"
-  WHERE b.candidate = ? AND a.candidate <> ? AND a.tokens > 0 AND b.tokens > 0 GROUP BY {a_key}, a.cluster
+  SELECT {a_key}, a.cluster AS cluster, sum(a.tokens) AS w,
+    sum((a.kld - b.kld) * a.tokens ORDER BY a."window") AS k
+  FROM rows a JOIN rows b ON a.windows_sha256 = b.windows_sha256
+    AND a.reference = b.reference AND a."window" = b."window"
+  WHERE b.candidate = ? AND a.candidate <> ? AND a.tokens > 0 AND b.tokens > 0
+  GROUP BY {a_key}, a.cluster
 ), means AS (
-  SELECT {key}, count(*) AS g, sum(w) AS w, sum(k ORDER BY cluster) / sum(w) AS k FROM sums GROUP BY {key}
+  SELECT {key}, count(*) AS g, sum(w) AS w, sum(k ORDER BY cluster) / sum(w) AS k
+  FROM sums GROUP BY {key}
 )
 SELECT {means_key}, g, means.w, means.k, sum(pow(sums.k - means.k * sums.w, 2) ORDER BY cluster)
 FROM sums JOIN means USING ({key}) GROUP BY ALL ORDER BY {means_key}
@@ -155,8 +165,8 @@ def _estimate(
     weight: float,
     ends: tuple[float, float] = (-math.inf, math.inf),
 ) -> ClusterEstimate:
-    """A mean from the sum of squared residuals of its clusters, as `assay.stats.cluster.cluster_ratio`
-    gives it.
+    """A mean from the sum of squared residuals of its clusters, as
+    `assay.stats.cluster.cluster_ratio` gives it.
     """
     value = math.nan if mean is None else float(mean)
     if clusters < 2 or squares is None or not math.isfinite(value) or not math.isfinite(squares):
