@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from assay.bounded_json import join_halves
+
 Value = Mapping[str, Any]
 TOKEN = 12
 """Code points of one token, at most: what is longer and comes again is all that came before."""
@@ -69,7 +71,7 @@ class Assembly:
         """The answer under `key`, begun where there is none."""
         key = tuple(map(str, key))
         return self.answers.setdefault(
-            key, Answer(" ".join(k for k in key if k not in ("None", "", "turn 1")))
+            key, Answer(join_halves(" ".join(k for k in key if k not in ("None", "", "turn 1"))))
         )
 
     def in_turn(self, *key: Any) -> Answer:

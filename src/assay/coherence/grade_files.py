@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from assay.bounded_json import join_halves
 from assay.coherence.answers import Answer
 from assay.coherence.causes import explain
 from assay.coherence.decoding import MAX_BYTES, Reading, read_text
@@ -95,7 +96,7 @@ def grade_file(path: str) -> GradedFile:
         return GradedFile(path, _without_answer(unpacked), "", reading, (), unpacked)
     worst_at = min(range(len(choices)), key=lambda i: _WORST_FIRST.index(choices[i][1].label))
     answer, result = unpacked.answers[worst_at], choices[worst_at][1]
-    shown = "".join(answer.reasoning if result.part == "reasoning" else answer.content)
+    shown = join_halves("".join(answer.reasoning if result.part == "reasoning" else answer.content))
     return GradedFile(path, result, shown, reading, choices, unpacked)
 
 
@@ -115,10 +116,11 @@ def grade_completion(response: Mapping[str, Any]) -> Grade:
 
 
 def _grade_answer(answer: Answer) -> Grade:
+    calls = [{k: join_halves(v) for k, v in call.items()} for call in answer.calls.values()]
     return grade(
-        "".join(answer.content),
-        reasoning="".join(answer.reasoning),
-        tool_calls=list(answer.calls.values()),
+        join_halves("".join(answer.content)),
+        reasoning=join_halves("".join(answer.reasoning)),
+        tool_calls=calls,
         finish_reason=answer.finish_reason,
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from assay.bounded_json import loads
 from assay.coherence.detection import Detection, Family, quote
 from assay.coherence.detectors.like_calls import repeated_call
 from assay.coherence.detectors.loops import without_request
@@ -201,8 +202,8 @@ def _call(call: Any) -> tuple[str, str]:
 def _unescaped(arguments: str) -> str:
     """The arguments of a call as a reader sees them: JSON with its escapes undone."""
     try:
-        written = json.dumps(json.loads(arguments, strict=False), ensure_ascii=False)
-    except (ValueError, RecursionError):
+        written = json.dumps(loads(arguments, strict=False), ensure_ascii=False)
+    except ValueError:
         written = arguments
     return _ESCAPE.sub(lambda m: {"n": "\n", "t": "\t", "r": "\r"}.get(m[1], m[1]), written)
 
@@ -212,8 +213,8 @@ def _malformed(calls: Sequence[tuple[str, str]], ending: Ending) -> Detection | 
     for name, arguments in calls if ending is Ending.STOPPED else ():
         if arguments.strip()[:1] in ("{", "["):
             try:
-                json.loads(arguments, strict=False)
-            except (ValueError, RecursionError) as error:
+                loads(arguments, strict=False, numbers="null")
+            except ValueError as error:
                 evidence = {"name": name, "arguments": quote(arguments), "error": str(error)}
                 return Detection("malformed_arguments", 0, len(arguments), evidence, Family.CALLS)
     return None

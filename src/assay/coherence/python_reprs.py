@@ -22,8 +22,11 @@ def literal(source: str, otherwise: str) -> str:
     )
 
 
+MOST_LITERAL = 1 << 20
+"""Code points of a Python literal that is read: its syntax tree is a hundred times as large."""
 _PYTHON = re.compile(
-    r"\A\[?(?:\w+\.)*\w*(?:Completion|Message|Response|Output|Chunk|Reply)\w*\(\s*\w+="
+    r"\A\[?(?:\w{1,60}\.){0,8}\w{0,60}(?:Completion|Message|Response|Output|Chunk|Reply)\w{0,60}\("
+    r"\s*\w{1,60}="
 )
 _PYTHON_CHOICE = re.compile(r"(?=\b(?:Choices?|CompletionOutput)\((?!delta=))")
 _STRING = (
@@ -55,7 +58,10 @@ def python_fields(body: str) -> list[dict[str, str]] | None:
             }.get(name, name)
             known = "reason" if name.endswith("_reason") else known
             value = "" if source == "None" else literal(source, source)
-            said[known] = value if known in ("reason", "name") else said.get(known, "") + value
+            if known in ("reason", "name"):
+                said[known] = value or said.get(known, "")
+            else:
+                said[known] = said.get(known, "") + value
         if said.keys() & {"content", "reasoning", "arguments"}:
             found.append(said)
     return found
@@ -63,7 +69,7 @@ def python_fields(body: str) -> list[dict[str, str]] | None:
 
 def python_value(body: str) -> Any:
     """The value of a dict or list as Python prints it; None if it is none."""
-    if re.match(r"\[?\{\s*'", body) is None:
+    if len(body) > MOST_LITERAL or re.match(r"\[?\{\s*'", body) is None:
         return None
     try:
         return ast.literal_eval(body)

@@ -9,15 +9,21 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from assay.bounded_json import MOST_DEPTH, BoundsError, Decoder, loads
 from assay.coherence.python_reprs import python_value
 
 _SSE_LINE = re.compile(r"(?:data|event|id|retry)?:")
 _SSE_JSON = re.compile(r"^data: ?(?:\{|\[(?!DONE\]))", re.MULTILINE)
 _BETWEEN = re.compile(r"[\s,\0\x1e]*")
 _JSON_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*("?)|[{}\[\]]', re.DOTALL)
-_DECODER = json.JSONDecoder(strict=False)
+_DECODER = Decoder(strict=False, numbers="null", halves="keep")
+_loads = partial(loads, strict=False, numbers="null", halves="keep")
+"""A half of a surrogate pair may find its partner in the next event."""
+MOST_WASTED = 4
+"""Lengths of the body that may be read in vain."""
 MOST_SPREAD = 20
 """Lines over which one event may be spread."""
 
@@ -91,8 +97,8 @@ def _data_parts(body: str, parsed: Parsed) -> Iterator[Any]:
     for number, line in enumerate(lines, 1):
         code, _, written = line.partition(":")
         try:
-            value = json.loads(written, strict=False)
-        except (ValueError, RecursionError):
+            value = _loads(written)
+        except ValueError:
             value = _closed(written) if number == len(lines) and _DATA_PART.match(line) else None
             parsed.breaks_off |= number == len(lines)
         if value is None or not _DATA_PART.match(line):
@@ -151,8 +157,8 @@ def _events(body: str, parsed: Parsed) -> Iterator[Any]:
             continue
         for attempt in (payload, "\n".join([*pending, payload])) if pending else (payload,):
             try:
-                yield json.loads(attempt, strict=False)
-            except (ValueError, RecursionError):
+                yield _loads(attempt)
+            except ValueError:
                 continue
             parsed.lost, pending = parsed.lost + (len(pending) if attempt is payload else 0), []
             break
@@ -170,23 +176,26 @@ def _events(body: str, parsed: Parsed) -> Iterator[Any]:
 
 def _values(body: str, parsed: Parsed) -> Iterator[Any]:
     """Values one after the other: one body, or one a line. The last may break off."""
-    at = 0
+    at, wasted = 0, 0
     while at < len(body):
         try:
-            value, at = _DECODER.raw_decode(body, at)
+            value, at = _DECODER.value_at(body, at)
             yield value
             between = _BETWEEN.match(body, at)
             at = between.end() if between else at
             continue
-        except ValueError:
-            following = body.find("\n{", at)
-        except RecursionError:
+        except json.JSONDecodeError as error:
+            wasted += error.pos - at
+        except BoundsError:
+            parsed.lost += 1
             return
+        # What was read in vain is bounded: values may begin within values that break off.
+        following = body.find("\n{", at) if wasted <= MOST_WASTED * len(body) else -1
         if following >= 0:
             parsed.lost += 1
             at = following + 1
             continue
-        value = _closed(body[at:])
+        value = _closed(body[at:]) if wasted <= MOST_WASTED * len(body) else None
         if value is None:
             parsed.lost += 1
         else:
@@ -209,6 +218,8 @@ def _closed(text: str) -> Any:
             inside = not token.group(1)
         elif mark in "{[":
             stack.append("}" if mark == "{" else "]")
+            if len(stack) > MOST_DEPTH:
+                return None
         elif stack:
             stack.pop()
     closing = "".join(reversed(stack))
@@ -219,7 +230,7 @@ def _closed(text: str) -> Any:
     )
     for ending in ("", ":null", "null", "e", "se", "lse", "alse", "ue", "rue", "l", "ll", "ull"):
         try:  # it breaks off after a key, a colon, or within a word
-            return json.loads(text + ending + closing, strict=False)
-        except (ValueError, RecursionError):
+            return _loads(text + ending + closing)
+        except ValueError:
             continue
     return None

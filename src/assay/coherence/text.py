@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.coherence.arrays import mapped
+from assay.coherence.arrays import Spans, mapped
 
 # A token is a run of letters, a run of digits, one character of a script written without spaces, or
 # one mark. The scripts: kana, Chinese characters, Thai, Lao, Khmer, Myanmar.
@@ -146,6 +146,11 @@ class TextView:
         if len(marks) % 2:
             marks.append(len(self.text))
         return list(zip(marks[::2], marks[1::2], strict=True))
+
+    @cached_property
+    def fence_spans(self) -> Spans:
+        """Membership in the fenced code blocks."""
+        return Spans(self.fences)
 
     def line_at(self, position: int) -> tuple[int, int]:
         """Start and end of the line that holds `position`, in logarithmic time (a text may be one

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from assay.bounded_json import join_halves
 from assay.coherence.answers import Answer, Assembly, Value, finish, has
 from assay.coherence.api_formats.registry import offer
 from assay.coherence.python_reprs import python_fields
@@ -48,6 +49,12 @@ _PLAIN_ERROR = re.compile(
     r" predict)[^\n]*)\Z",
     re.IGNORECASE | re.DOTALL,
 )
+_PRINTED_RUN = re.compile(
+    r"^Output \[Text (\d+)(?: Beam \d+)?\]: \"(.*?)\"?(?=\n(?:Input|Output) \[Text \d|\s*\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+"""What the example script of an engine prints: the input, which holds special tokens, and the output.
+"""
 _TEXT_KEYS = ("text", "content", "completion", "response", "output", "answer", "token", "delta")
 
 
@@ -65,6 +72,10 @@ def unpack(text: str) -> Unpacked | None:
         found = None if parsed is None else unpack_values(parsed)
         if found is not None:
             return found
+    if outputs := list(_PRINTED_RUN.finditer(body)):
+        return Unpacked(
+            "printed run", [Answer(f"text {m[1]}", content=[m[2]], whole=True) for m in outputs]
+        )
     if (fields := python_fields(body)) is not None:
         return _from_python(fields)
     parsed = json_values(body)
@@ -106,7 +117,7 @@ def unpack_values(parsed: Parsed) -> Unpacked | None:
         and len(set(numbers)) == len(numbers)
     ):
         objects = sorted(objects, key=lambda v: int(v["sequence_number"]))
-    unknown = [value for value in objects if not offer(value, out)]
+    unknown = [value for value in objects if not _offered(value, out)]
     if unknown and parsed.breaks_off and unknown[-1] is objects[-1]:
         unknown.pop()  # of the value in which it breaks off too little has come
     if unknown and not (out.answers or out.errors) and _records(unknown, out, parsed.stream):
@@ -116,6 +127,13 @@ def unpack_values(parsed: Parsed) -> Unpacked | None:
         if out.apis or out.errors or out.textless
         else None
     )
+
+
+def _offered(value: Value, out: Assembly) -> bool:
+    try:
+        return offer(value, out)
+    except RecursionError:  # bodies within bodies within bodies
+        return False
 
 
 def _flat(values: Iterable[Any], depth: int) -> list[Any]:
@@ -184,4 +202,4 @@ def _records(values: Sequence[Value], out: Assembly, stream: bool) -> bool:
 
 
 def _said(message: str) -> str:
-    return f"the server says: {' '.join(message.split())[:300]}"
+    return f"the server says: {' '.join(join_halves(message).split())[:300]}"

@@ -32,8 +32,10 @@ def without_noise(text: str) -> str:
         text = fenced.group(1)
     if _COMMAND.match(text):
         text = _after_command(text)
-    while noise := _NOISE.match(text):
-        text = text[noise.end() :]
+    at = 0
+    while noise := _NOISE.match(text, at):
+        at = noise.end()
+    text = text[at:]
     lines = text[:8000].splitlines()
     if 2 * sum(bool(_PRINTED_BYTES.match(line)) for line in lines) > len(lines):
         return _PRINTED_BYTES.sub(lambda m: literal(m.group(1), m.group()), text)
@@ -47,8 +49,8 @@ def without_noise(text: str) -> str:
 _FENCED = re.compile(r"\A(?:[^\n]{0,80}\n+)?```\w*\n(.*)\n```\s*\Z", re.DOTALL)
 _COMMAND = re.compile(r"(?:[\w@:~./-]*[$#>%] ?)?(?:curl|wget|http|xh|time curl) ")
 _NOISE = re.compile(
-    r"(?:\s*|[*<>] ?[^\n\"]*|[{}] \[[^\n]*|\s*% Total[^\n]*|\s*Dload  Upload[^\n]*|[ \d.kMG]+[\d:\-"
-    r" .kMG]*|[A-Z][\w ]{0,40}:\s*)\r?\n"
+    r"(?:\s*|[*<>] ?[^\n\"]*|[{}] \[[^\n]*|\s*% Total[^\n]*|\s*Dload  Upload[^\n]*|[ \d.kMG][\d:\-"
+    r" .kMG]*+|[A-Z][\w ]{0,40}:\s*)\r?\n"
     r"|[A-Z][\w ]{0,40}: (?=[{\[])"
 )
 _PRINTED_BYTES = re.compile(r"^(b(?:'[^\n]*'|\"[^\n]*\"))[ \t]*$", re.MULTILINE)

@@ -29,6 +29,9 @@ def detect_replacement(view: TextView) -> Detection | None:
     return None
 
 
+_BETWEEN_TEXT = re.compile(r"(?<=[\w.,;:!?)*\"'])▁{1,8}(?=[\w(*\"'#-])")
+"""`▁` glued to text on both sides: no rule, bar or sparkline is written so."""
+LEAST_BETWEEN = 3
 _BYTE_LEVEL = re.compile(r"[A-Za-z][Ġ▁][A-Za-z]|Ċ")
 
 
@@ -36,7 +39,9 @@ def find_tokenizer_marks(view: TextView) -> Detection | None:
     """`Ġ`, `▁` or `Ċ` between letters: ids were turned into text without the tokenizer's decoder."""
     marks = list(_BYTE_LEVEL.finditer(view.text))
     if len(marks) < 5 or len(marks) < len(view.text) / 60:
-        return None
+        marks = list(_BETWEEN_TEXT.finditer(view.text))
+        if len(marks) < LEAST_BETWEEN or len({view.text[m.end()] for m in marks}) < 2:
+            return None
     return Detection(
         "tokenizer_marks",
         marks[0].start(),

@@ -123,10 +123,10 @@ def _drawn(view: TextView, start: int, end: int, limit: int) -> bool:
         return view.text[line_start - end + start - 1 : line_start - 1] == line or set(after) == {
             "A"
         }
-    neighbours = (
+    neighbours = {
         view.line_at(max(line_start - 1, 0)),
         view.line_at(min(line_end + 1, len(view.text))),
-    )
+    } - {(line_start, line_end)}
     # A flood that a line break cuts into equal lines has nothing else in its neighbours either.
     return any(
         b - a == line_end - line_start and len(set(view.text[a:b])) > 4 for a, b in neighbours

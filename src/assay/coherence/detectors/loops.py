@@ -35,6 +35,8 @@ in.
 """
 _CODE = frozenset("<>{};=|")
 """Marks of code and markup, where equal items follow one another by right."""
+LONG_SENTENCE = 16
+"""Words: nobody says a longer sentence five times, or three times and begins once more."""
 LOOK_BACK = 200
 """Code points looked at before a run to see what stands on its line."""
 MAX_GAP = 4
@@ -75,6 +77,8 @@ class Loop:
     """The whole run stands on one line."""
     inline: bool
     """Words stand before it on its line."""
+    cut_round: bool = False
+    """The text breaks off within one more round."""
     concluded: bool = False
     """Text of another kind follows: the repetition came to an end, and the writer went on."""
 
@@ -240,7 +244,7 @@ def is_fault(loop: Loop, ending: Ending) -> bool:
         return _data_fault(loop, ending)
     if ending is Ending.CUT and loop.open_ended and loop.repeats >= 4 and loop.chars >= CUT_COPIES:
         return True  # nobody knows when it would have ended, and four copies are no accident
-    if loop.line_aligned and loop.concluded:
+    if loop.line_aligned and loop.concluded and ("\n" in loop.unit or is_sentence(loop.unit)):
         return loop.repeats >= CONCLUDED_LINES
     if any(c in _CODE for c in loop.unit):
         return loop.repeats >= (8 if loop.cut else 40)
@@ -270,9 +274,11 @@ def _data_fault(loop: Loop, ending: Ending) -> bool:
 
 def _sentence_fault(loop: Loop, ending: Ending) -> bool:
     words = word_count(loop.unit)
+    if loop.cut_round and words > LONG_SENTENCE:
+        return loop.repeats >= 3
     if loop.cut:
         return loop.repeats >= 4 and loop.chars >= 120
-    if words > 16:
+    if words > LONG_SENTENCE:
         return loop.repeats >= (8 if ending is Ending.STOPPED else 5)
     if loop.line_aligned:  # twenty lines on request end by themselves
         return loop.repeats >= (120 if ending is Ending.STOPPED else 40)
@@ -314,6 +320,7 @@ def _ends_whole(view: TextView, end: int, unit: str) -> bool:
 
 def _loop(view: TextView, start: int, end: int, repeats: float, unit: str) -> Loop:
     at_end = view.visible_end - end <= len(unit)
+    rest = view.text[end : view.visible_end].strip() if at_end else ""
     line_start, line_end = view.line_at(start)
     before = view.text[max(line_start, start - LOOK_BACK) : start].strip()
     return Loop(
@@ -324,6 +331,7 @@ def _loop(view: TextView, start: int, end: int, repeats: float, unit: str) -> Lo
         at_end=at_end,
         open_ended=end >= view.visible_end,
         cut=at_end and view.cut and not _ends_whole(view, end, unit),
+        cut_round=view.cut and word_count(rest) >= 3 and unit.strip().startswith(rest),
         line_aligned="\n" in unit or (not before and end >= line_end),
         one_line=end <= line_end,
         inline=bool(before) and "\n" not in unit,

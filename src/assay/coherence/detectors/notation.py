@@ -16,6 +16,11 @@ from collections.abc import Iterator, Sequence
 LEAST = 6
 _NUMBER = r"-?(?:\d++(?:\.\d*+)?|\.\d++)"
 
+_SYLLABLE = (
+    r"(?:[zcs]h|[bpmfdtnlgkhjqxzcsrywBPMFDTNLGKHJQXZCSRYW]|[ZCS]h)?[aeiouüAEO]{1,3}(?:ng?|r)?"
+)
+_PINYIN = rf"(?:{_SYLLABLE}[1-5]){{1,4}}(?:{_SYLLABLE}[1-5]?)?"
+
 PIECES = {
     "chess moves": (
         r"(?:\d+\.(?:\.\.)?)?(?:[KQRBN]?[a-h]?[1-8]?x?[a-h][1-8](?:=?[QRBN])?|[O0]-[O0](?:-[O0])?)[+#]?[!?]{0,2}"
@@ -38,8 +43,11 @@ PIECES = {
     "cards": r"(?:[2-9TJQKA]|10)[shdcSHDC♠♥♦♣]",
     "morse": r"[.·•\-–−]{1,6}|/",
     "formulas": (
-        r"\d*(?:[A-Z][a-z]?\d*|\((?:[A-Z][a-z]?\d*)+\)\d*)+(?:\^?\d?[+-])?(?:\((?:aq|s|l|g)\))?|\+|[-=]+>|→|⇌|<=>|↔"
+        r"\d*(?:[A-Z][a-z]?[\d₀-₉]*|\((?:[A-Z][a-z]?[\d₀-₉]*)+\)[\d₀-₉]*)+(?:\^?\d?[+-])?"
+        r"(?:\((?:aq|s|l|g)\))?[↓↑]?|\+|[-=]+>|→|⇌|<=>|↔"
     ),
+    "hashtags": r"#\w{2,60}",
+    "tone numbers": rf"{_PINYIN}[.!?:]?",
     "bytes": r"(?:0x)?[0-9a-fA-F]{2}|#[0-9a-fA-F]{3,8}",
     "letters": r"[^\W\d_]|\.",
     "codes": r"[A-Z]{1,4}-?\d{1,6}[A-Z]?(?:[-./]\d+)?",
@@ -199,7 +207,44 @@ def notation_spans(text: str) -> Iterator[tuple[int, int]]:
     often = Counter(m.group() for m in names)
     yield from (m.span() for m in names if often[m.group()] > 1)
     yield from _like_shapes(text)
+    yield from _digits_as_letters(text)
+    yield from _glossed_list(text)
     yield from _figures_of_tables(text)
+
+
+_PARAGRAPH = re.compile(r"[^\n]+")
+_DIGIT_WORD = re.compile(r"(?<!\w)(?=\w{0,20}[a-z])(?=\w{0,20}\d)[A-Za-z0-9']{2,20}(?!\w)")
+LEAST_DIGIT_WORDS, MOST_ROWS = 6, 4000
+"""Different words with digits in them on a line that is written so, and code points of it."""
+
+
+def _digits_as_letters(text: str) -> Iterator[tuple[int, int]]:
+    """Lines of a language written with digits for letters, as Arabic is with 2, 3, 5, 7 and 9."""
+    for line in _PARAGRAPH.finditer(text):
+        if line.end() - line.start() > MOST_ROWS:
+            continue
+        words = {m.group().lower() for m in _DIGIT_WORD.finditer(line.group())}
+        digits = [c for word in words for c in word if c.isdigit()]
+        if (
+            len(words) >= LEAST_DIGIT_WORDS
+            and not {"0", "1", "4"} & set(digits)
+            and sum(d in "237" for d in digits) >= 0.6 * len(digits)
+            and all(len(re.findall(r"\d+", w)) == len(re.findall(r"\d", w)) for w in words)
+        ):
+            yield line.span()
+
+
+_GLOSSED = re.compile(
+    r"^[ \t]*(?:\d{1,3}[.)]|[-*•])[ \t]+([^\n–—]{2,80}?) [–—-] [^\n]+$", re.MULTILINE
+)
+LEAST_GLOSSED = 4
+
+
+def _glossed_list(text: str) -> Iterator[tuple[int, int]]:
+    """Items of a list that give a phrase and, after a dash, what it means."""
+    items = list(_GLOSSED.finditer(text))
+    if len(items) >= LEAST_GLOSSED:
+        yield from (m.span(1) for m in items)
 
 
 def encoded_spans(text: str) -> Iterator[tuple[int, int]]:

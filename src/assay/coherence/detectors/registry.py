@@ -8,20 +8,25 @@ from functools import cache
 from assay.coherence.detection import Detection
 from assay.coherence.detectors.brackets import detect_brackets
 from assay.coherence.detectors.broken_bytes import detect_replacement
+from assay.coherence.detectors.call_envelopes import detect_call_envelopes
 from assay.coherence.detectors.copied_tail import detect_copied_tail
 from assay.coherence.detectors.digits import detect_digits
 from assay.coherence.detectors.drift import detect_drift
 from assay.coherence.detectors.floods import detect_flood
+from assay.coherence.detectors.growing_restarts import detect_growing_restarts
 from assay.coherence.detectors.identifiers import detect_identifiers
 from assay.coherence.detectors.like_calls import detect_like_calls
 from assay.coherence.detectors.loops import detect_loop
 from assay.coherence.detectors.loose_words import detect_loose_words
+from assay.coherence.detectors.lost_blanks import detect_lost_blanks
+from assay.coherence.detectors.mark_blocks import detect_mark_blocks
 from assay.coherence.detectors.near_loops import detect_near_loop
 from assay.coherence.detectors.poor_tail import detect_poor_tail
 from assay.coherence.detectors.recycled_tail import detect_recycled_tail
 from assay.coherence.detectors.rotation import detect_few_words, detect_rotation
 from assay.coherence.detectors.salad import detect_salad
 from assay.coherence.detectors.special_tokens import detect_special_tokens
+from assay.coherence.detectors.spliced_words import detect_spliced_words
 from assay.coherence.detectors.strays import detect_strays
 from assay.coherence.detectors.stutter import detect_stutter
 from assay.coherence.text import TextView
@@ -31,11 +36,14 @@ Detector = Callable[[TextView], Detection | None]
 
 DETECTORS: Sequence[Detector] = (
     detect_special_tokens,
+    detect_call_envelopes,
     detect_replacement,
     detect_flood,
+    detect_mark_blocks,
     detect_brackets,
     detect_loop,
     detect_near_loop,
+    detect_growing_restarts,
     detect_like_calls,
     detect_copied_tail,
     detect_recycled_tail,
@@ -47,6 +55,8 @@ DETECTORS: Sequence[Detector] = (
     detect_identifiers,
     detect_drift,
     detect_strays,
+    detect_lost_blanks,
+    detect_spliced_words,
     detect_loose_words,
     detect_salad,
 )

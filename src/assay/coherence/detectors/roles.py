@@ -27,10 +27,20 @@ def find_roles(view: TextView) -> Detection | None:
     of roles alone.
     """
     text = view.text
-    words = ("assistant", "analysis", "commentary", "user", "User:", "Human:", "USER:", "functions")
+    words = (
+        "assistant",
+        "analysis",
+        "commentary",
+        "user",
+        "User:",
+        "Human:",
+        "USER:",
+        "functions",
+        "### ",
+    )
     if not any(word in text for word in words):
         return None
-    if turns := _labelled_turns(view):
+    if turns := _labelled_turns(view) or _headed_turns(view):
         return detection_of("template_leak", turns)
     marks, lines = (
         [*_HARMONY.finditer(text), *_GLUED_ROLE.finditer(text)],
@@ -66,6 +76,30 @@ def _labelled_turns(view: TextView) -> list[re.Match[str]]:
     announces no dialogue.
     """
     marks = list(_LABEL.finditer(view.text))
+    if (
+        len(marks) < MIN_ROLE_LINES
+        or not marks[0].group(1)
+        or any(bool(a.group(1)) == bool(b.group(1)) for a, b in pairwise(marks))
+    ):
+        return []
+    before = view.text[: marks[0].start()].rstrip()
+    if not before or before[-1] not in ".!?)\"'”" or _DIALOGUE.search(before[-2 * ABOUT :]):
+        return []
+    return [] if marks[0].start() in quoted_spans(view) else marks
+
+
+_HEADER = re.compile(
+    r"^(?:###|\*\*) ?(?:(Instruction|Input|Human|User|Question)|(Response|Output|Assistant|Answer))"
+    r":?(?:\*\*)?:?[ \t]*$",
+    re.MULTILINE,
+)
+
+
+def _headed_turns(view: TextView) -> list[re.Match[str]]:
+    """Headers of a prompt (`### Instruction:`, `### Response:`) in turns, run on after an answer
+    that is none of them.
+    """
+    marks = list(_HEADER.finditer(view.text)) if "### " in view.text else []
     if (
         len(marks) < MIN_ROLE_LINES
         or not marks[0].group(1)
