@@ -127,6 +127,9 @@ def _drawn(view: TextView, start: int, end: int, limit: int) -> bool:
         view.line_at(max(line_start - 1, 0)),
         view.line_at(min(line_end + 1, len(view.text))),
     } - {(line_start, line_end)}
+    own = view.text[max(line_start, start - NEAR) : min(line_end, end + NEAR)]
+    if _BLOCK_LINE.fullmatch(own.strip()) and len(set(own)) > 4:
+        return True  # one long line of data
     # A flood that a line break cuts into equal lines has nothing else in its neighbours either.
     return any(
         b - a == line_end - line_start and len(set(view.text[a:b])) > 4 for a, b in neighbours
