@@ -169,10 +169,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/grade_scale.json"))
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--most", type=float, default=2 * MOST_SECONDS, help="seconds a text")
+    parser.add_argument("--part", default="1/1", help="the i-th of n parts of the shapes, as i/n")
     parser.add_argument("--only", default="", help="shapes whose name holds this")
     options = parser.parse_args()
     rows, begun = [], time.monotonic()
-    for name, unit in shapes().items():
+    part, parts = map(int, options.part.split("/"))
+    for name, unit in list(shapes().items())[part - 1 :: parts]:
         if options.only not in name:
             continue
         row: dict[str, object] = {"shape": name}
