@@ -21,7 +21,7 @@ LOOSE = 1
 KNOWN = 0.7
 """Share of English words among the others."""
 _BEFORE_NOUNS = frozenset(
-    [
+    (
         "the",
         "a",
         "an",
@@ -36,8 +36,7 @@ _BEFORE_NOUNS = frozenset(
         "her",
         "its",
         "our",
-        "their",
-    ]
+    )
 )
 
 
@@ -47,9 +46,9 @@ def detect_spliced_words(view: TextView) -> Detection | None:
         return None
     words = view.words
     places: dict[str, list[int]] = defaultdict(list)
-    for at, word in enumerate(words[1:-1], 1):
+    for place, word in enumerate(words[1:-1], 1):
         if not word.isascii() and word.isalpha() and word.islower():
-            places[word].append(at)
+            places[word].append(place)
     bloom = language.tables().bloom
     for word, at in places.items():
         if len(at) < LEAST or language.is_known_word(_plain(word), bloom):
