@@ -370,6 +370,21 @@ def card(*reports: Place | Report, **options: Unpack[CardArgs]) -> Report:
     return run_card(found, CardOptions.of(options))
 
 
+def diff(before: Place, after: Place) -> Report:
+    """Lay two reports of one verb side by side: what became worse, better or only other.
+
+    Args:
+        before: JSON that a verb wrote with `--json`.
+        after: JSON that the same verb wrote later, or of another deployment.
+
+    Raises:
+        AssayError: A file is no report of assay, or the verbs differ.
+    """
+    from assay.report.side_by_side import diff as lay_side_by_side
+
+    return lay_side_by_side(before, after)
+
+
 def table(*rows: Place, **options: Unpack[TableArgs]) -> Report:
     """Compare the candidates of many runs in one table, with intervals.
 

@@ -21,7 +21,17 @@ from assay.secrets import scrubbed
 SCHEMA = "assay/1"
 
 AREAS = frozenset(
-    {"coherence", "throughput", "server", "checkpoint", "speculation", "fidelity", "kv", "gap"}
+    {
+        "coherence",
+        "throughput",
+        "server",
+        "checkpoint",
+        "speculation",
+        "fidelity",
+        "kv",
+        "gap",
+        "diff",
+    }
 )
 
 

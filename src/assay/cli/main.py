@@ -57,6 +57,7 @@ OWN: Mapping[str, Verb | Any] = {
     "gate": verbs.gate,
     "card": verbs.card,
     "table": verbs.table,
+    "diff": verbs.diff,
     "demo": verbs.demo,
 }
 

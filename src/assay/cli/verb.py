@@ -36,6 +36,7 @@ from assay.verdict import EXIT_BUG, Finding, Report, Severity, Verdict
 
 # The area of a finding that a verb raises about its own use.
 AREAS = {
+    "diff": "diff",
     "check": "server",
     "watch": "server",
     "demo": "server",

@@ -278,6 +278,21 @@ def bundle_verify(bundle: Path) -> Report:
     return verify_bundle(bundle)
 
 
+@verb(
+    "diff",
+    before="A.json :: JSON that a verb wrote with --json.",
+    after="B.json :: JSON that the same verb wrote later.",
+)
+def diff(before: Path, after: Path) -> Report:
+    """Lay two reports of one verb side by side: what became worse, better or only other.
+
+    Exit code 0 nothing is worse, 1 something is, 2 a file is no report or the verbs differ.
+    """
+    from assay.report.side_by_side import diff as compare_reports
+
+    return compare_reports(before, after)
+
+
 @verb("demo")
 def demo() -> Report:
     """Serve a small model on this machine with vLLM, check it, damage a copy of it, and check that.
