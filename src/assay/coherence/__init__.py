@@ -2,8 +2,8 @@
 written.
 
 `grading` asks the `detectors` about a `text`; `unpacking` takes files of output apart with
-`stream_decoder` and `api_formats`, for `grade_files`. `check` asks a server: `probes`, `tools` and `identity` are what it is
-asked, `measure` asks, `record` keeps, `rules` and `diagnosis` judge.
+`stream_decoder` and `api_formats`, for `grade_files`. `check` asks a server: `run` measures the
+`stages` of a plan into a `record`, `judge` asks the `rules`, `diagnosis` names causes.
 """
 
 from __future__ import annotations

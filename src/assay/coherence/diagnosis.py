@@ -131,13 +131,23 @@ def likely_causes(
             f"{loops:.0%} of the bad texts are loops, which small models write on their own",
         ),
     ]
-    for cause, count in Counter(s.causes[0] for s in bad if s.causes).items():
-        told = f"{count / len(bad):.0%} of the bad texts, in the words of the detector"
-        weighed.append((cause, 0.9 * count / len(bad), told))
-    weighed.sort(key=lambda item: -item[1])
-    return tuple(
-        f"{text} ({evidence})" for text, weight, evidence in weighed if weight >= LEAST_WEIGHT
-    )
+    return _likeliest([*weighed, *_told_by_detectors(bad)])
+
+
+def _told_by_detectors(bad: Sequence[GradedReply]) -> list[tuple[str, float, str]]:
+    """The first cause that each detector names, weighed by the texts that it found."""
+    counts = Counter(s.causes[0] for s in bad if s.causes)
+    words = "of the bad texts, in the words of the detector"
+    return [
+        (cause, 0.9 * count / len(bad), f"{count / len(bad):.0%} {words}")
+        for cause, count in counts.items()
+    ]
+
+
+def _likeliest(weighed: Sequence[tuple[str, float, str]]) -> tuple[str, ...]:
+    """Causes with enough weight, the heaviest first."""
+    ordered = sorted(weighed, key=lambda item: -item[1])
+    return tuple(f"{text} ({why})" for text, weight, why in ordered if weight >= LEAST_WEIGHT)
 
 
 def _bad_only_in(name: str, record: CheckRecord) -> bool:

@@ -1,7 +1,7 @@
 """Python that a model wrote, run where it can do no harm.
 
-`sandbox_child` confines itself before it runs the code: Landlock, seccomp, namespaces, limits. Where
-the kernel lacks one of these the code is not run, unless that is accepted.
+`sandbox_child` confines itself before it runs the code: Landlock, seccomp, namespaces, limits.
+Where the kernel lacks one of these the code is not run, unless that is accepted.
 """
 
 from __future__ import annotations

@@ -50,11 +50,17 @@ def families(status: Mapping[str, Any]) -> Iterator[Family]:
     """The status of a watch (`status_of`) as Prometheus metrics; what is not known has no
     sample.
     """
+    yield from _labelled(status)
+    yield from _gauges(status)
+    yield CounterMetricFamily(
+        "assay_watch_webhook_failures",
+        "Messages that the webhook did not take.",
+        value=float(status["webhook_failures"]),
+    )
 
-    def gauge(name: str, about: str, value: Any) -> Iterator[Family]:
-        if value is not None:
-            yield GaugeMetricFamily(f"assay_watch_{name}", about, value=float(value))
 
+def _labelled(status: Mapping[str, Any]) -> Iterator[Family]:
+    """What has a sample for each state, alarm or quantity."""
     info = GaugeMetricFamily(
         "assay_watch_info", "What is watched.", labels=["url", "model", "server", "assay"]
     )
@@ -89,6 +95,15 @@ def families(status: Mapping[str, Any]) -> Iterator[Family]:
     for name, value in status["evidence"].items():
         evidence.add_metric(name.split(".", 1), value)
     yield evidence
+
+
+def _gauges(status: Mapping[str, Any]) -> Iterator[Family]:
+    """What is one number."""
+
+    def gauge(name: str, about: str, value: Any) -> Iterator[Family]:
+        if value is not None:
+            yield GaugeMetricFamily(f"assay_watch_{name}", about, value=float(value))
+
     yield from gauge(
         "text_score", "Bits per byte of the texts of the last round.", status["bits_per_byte"]
     )
@@ -128,11 +143,6 @@ def families(status: Mapping[str, Any]) -> Iterator[Family]:
     )
     yield from gauge("learning", "1 while the baseline is learnt.", status["learning"])
     yield from gauge("last_round_timestamp_seconds", "When the last round ended.", status["at"])
-    yield CounterMetricFamily(
-        "assay_watch_webhook_failures",
-        "Messages that the webhook did not take.",
-        value=float(status["webhook_failures"]),
-    )
 
 
 class _Server6(ThreadingHTTPServer):

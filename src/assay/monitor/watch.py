@@ -52,10 +52,8 @@ def run_watch(
         if options.listen != "none":
             parse_listen(options.listen)
             exporter = held.enter_context(Exporter(options.listen, partial(status_of, watch)))
-            say(
-                "metrics at"
-                f" http://{options.listen.rpartition(':')[0] or '127.0.0.1'}:{exporter.port}/metrics"
-            )
+            host = options.listen.rpartition(":")[0] or "127.0.0.1"
+            say(f"metrics at http://{host}:{exporter.port}/metrics")
         interrupted = False
         try:
             while True:

@@ -91,11 +91,11 @@ it.
 
 
 def _of_fixed_texts(confidence: float) -> float:
-    """The confidence at which scores of fixed texts are judged: that of the first interim analysis, unless the
-    plan is not done yet.
+    """The confidence at which scores of fixed texts are judged: that of the first interim analysis,
+    unless the plan is not done yet.
 
-    Extensions of a run add no fixed texts, so later analyses see the same scores again and spend no
-    error on them.
+    Extensions of a run add no fixed texts, so later analyses see the same scores again and spend
+    no error on them.
     """
     return confidence if confidence > BEYOND_ANALYSES else confidence_of_analysis(1)
 
