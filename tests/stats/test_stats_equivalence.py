@@ -259,3 +259,20 @@ def test_percent_change_of_something_huge_is_infinite() -> None:
     assert percent_change(Interval(1.0, -math.inf, 1e6)) == Interval(
         pytest.approx(100 * (math.e - 1)), -100.0, math.inf
     )
+
+
+def test_the_mean_kl_is_graded_by_its_upper_bound() -> None:
+    """A mean inside the margin proves nothing: with it alone a wide KL would be accepted."""
+    tokens = np.full(16, 100.0)
+    same = cluster_ratio(np.tile([0.01, -0.01], 8), tokens)
+    top1 = cluster_proportion([99] * 16, [100] * 16)
+    for spread, grade in ((0.001, Grade.ACCEPT), (0.008, Grade.MARGINAL)):
+        per_window = 0.009 + spread * np.tile([1.0, -1.0], 8)
+        kl = cluster_ratio(per_window * tokens, tokens)
+        assert kl.value == pytest.approx(0.009)
+        assert (kl.interval.hi <= 0.010) is (grade is Grade.ACCEPT)
+        assert judge(same, top1, kl).grade is grade
+    narrow = cluster_ratio((0.009 + 0.0017 * np.tile([1.0, -1.0], 8)) * tokens, tokens)
+    assert judge(same, top1, narrow).grade is Grade.ACCEPT
+    # At a later interim analysis the interval is wider, and the same windows no longer decide.
+    assert judge(same, top1, narrow, confidence=0.995).grade is Grade.MARGINAL
