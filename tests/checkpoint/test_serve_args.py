@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.checkpoint.flags.advice import advise
-from assay.checkpoint.flags.command import known_options, parse
+from assay.checkpoint.flags.command import parse
 from assay.checkpoint.flags.known_bad import REPORTS
 from assay.checkpoint.flags.lint import Target, lint
+from assay.checkpoint.flags.table import known_options
 from assay.checkpoint.flags.versions import Version, engine_version
 from assay.checkpoint.kv_cache import kv_cache
 from assay.checkpoint.mtp import examine_checkpoint

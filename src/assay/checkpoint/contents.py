@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from assay.checkpoint.digests import PICKLES, WEIGHTS
 from assay.checkpoint.findings import found, noted, plural, some, warned
 from assay.checkpoint.state import VerifyState
+from assay.checkpoint.trusted import matters
+
+POINTER, POINTER_BYTES = b"version https://git-lfs", 1024
+"""Beginning of a Git LFS pointer, and the size that none exceeds."""
 
 
 def examine_contents(state: VerifyState) -> None:
@@ -14,6 +20,7 @@ def examine_contents(state: VerifyState) -> None:
         state.findings.append(found("not_examined", title, path=name, reason=reason))
     _configless(state)
     _pickles(state)
+    _pointers(state)
 
 
 def _configless(state: VerifyState) -> None:
@@ -25,8 +32,9 @@ def _configless(state: VerifyState) -> None:
     if any(f.endswith(".gguf") for f in files):
         return
     if "adapter_config.json" in files:
-        title = "an adapter: its tensors were not held against a model"
-        state.findings.append(noted("not_examined", title))
+        title = "a LoRA adapter, not a model: no engine serves it alone"
+        remedies = ["verify the base model, and name the adapter with --lora-modules when serving"]
+        state.findings.append(found("not_examined", title, remedies=remedies))
         return
     remedies = ["give the folder that holds config.json, or download it"]
     title = "no config.json: this is no checkpoint that can be examined"
@@ -45,3 +53,24 @@ def _pickles(state: VerifyState) -> None:
     )
     write = noted if any(n.endswith(WEIGHTS) for n in files) else warned
     state.findings.append(write("not_examined", title, detail=detail, paths=names[:20]))
+
+
+def _pointers(state: VerifyState) -> None:
+    """Git LFS pointers in place of files. Those of weights are found when their header is read."""
+    checkpoint = state.opened.checkpoint
+    if state.opened.layout is None:
+        return
+    pointers = []
+    for name, size in checkpoint.files.items():
+        if size <= POINTER_BYTES and not name.endswith(WEIGHTS):
+            with contextlib.suppress(OSError):
+                if checkpoint.read(name).startswith(POINTER):
+                    pointers.append(name)
+    needed = [name for name in pointers if matters(name)]
+    title = f"{plural(len(pointers), 'Git LFS pointer')} in place of a file: {some(pointers)}"
+    remedies = ["fetch the files: git lfs pull, or hf download"]
+    if pointers:
+        write = found if needed else warned
+        state.findings.append(
+            write("truncated", title, remedies=remedies, paths=pointers[:20], needed=needed[:20])
+        )

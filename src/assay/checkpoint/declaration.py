@@ -10,6 +10,9 @@ from assay.checkpoint.documents import SIDECARS
 from assay.checkpoint.storage import Kind, stored_kind
 from assay.checkpoint.subject import Checkpoint
 
+MODELSLIM = "quant_model_description.json"
+"""File in which ModelSlim (Ascend) describes every tensor."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -41,6 +44,8 @@ def find(checkpoint: Checkpoint) -> Found | None:
             return Found(_method(raw, name), raw, name)
     if mlx := config.get("quantization"):
         return Found("mlx", mlx, "config.json: quantization")
+    if described := checkpoint.object(MODELSLIM):
+        return Found("ascend", described, MODELSLIM)
     if "polar_config.json" in checkpoint.files:
         return Found("polar", checkpoint.object("polar_config.json"), "polar_config.json")
     return None

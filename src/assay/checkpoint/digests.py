@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from assay.errors import AssayError
+from assay.files import read_beginning
 from assay.runs import Kept
 
 WEIGHTS = (".safetensors", ".gguf")
@@ -29,12 +31,16 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5", ".onnx", "
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """A file of at most `most` bytes. Raises OSError for a longer one, and reads no more of it than
-    that.
+    """Read a regular file of at most `most` bytes.
+
+    Raises:
+        OSError: The file is absent, no regular file, unreadable or longer.
     """
-    with path.open("rb") as stream:
-        data = stream.read(most + 1)
-    if len(data) > most:
+    try:
+        data, longer = read_beginning(path, most)
+    except AssayError as error:
+        raise OSError(errno.EINVAL, str(error).removeprefix(f"{path}: ")) from error
+    if longer:
         raise OSError(errno.EFBIG, f"it is longer than {most} bytes")
     return data
 
@@ -117,7 +123,11 @@ def hash_stream(
     with path.open("rb", buffering=0) as stream:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        read = 0
         while count := stream.readinto(buffer):
+            read += count
+            if read > size + BLOCK:  # a file that grows without end, or a view of the system
+                raise OSError(errno.EFBIG, f"it is longer than its {size} bytes")
             sha256.update(view[:count])
             if git is not None:
                 git.update(view[:count])

@@ -49,6 +49,8 @@ class Layout:
     """
 
 
+_VIEWS = ("/proc", "/sys", "/dev")
+"""Folders without files: what is read there has no end, or no size."""
 _REMEDY = "give a folder, a .gguf file or hub:ORG/NAME"
 
 
@@ -65,6 +67,8 @@ def locate(path: Path, revision: str | None = None) -> Layout:
         path.stat()
         if path.is_file():
             return _single_file(path)
+        if any(path.resolve().is_relative_to(view) for view in _VIEWS):
+            raise unreadable(f"{path} is a view of the system, no folder of files", _REMEDY)
         if not path.is_dir():
             raise unreadable(f"{path} is neither a folder nor a file", _REMEDY)
         return _folder(path, revision)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from assay.checkpoint.flags.command import known_options
+from assay.checkpoint.flags.table import known_options
 from assay.checkpoint.flags.versions import TABLED
 from assay.errors import UsageError
 

@@ -6,12 +6,11 @@ import difflib
 import json
 import re
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
 from typing import Any
 
+from assay.checkpoint.flags.engines import other_engine
+from assay.checkpoint.flags.table import known_options
 from assay.errors import UsageError
 
 _ALIASES = {
@@ -21,16 +20,6 @@ _ALIASES = {
 }  # fmt: skip
 
 _SERVER = "vllm.entrypoints.openai.api_server"
-
-
-@cache
-def known_options() -> Mapping[str, str]:
-    """Options of `vllm serve` 0.32 and what they take: `switch`, `value`, `optional` or `many`."""
-    text = (
-        resources.files("assay.checkpoint").joinpath("vllm_0_32.flags").read_text(encoding="utf-8")
-    )
-    lines = (line.partition(" ") for line in text.splitlines() if line and not line.startswith("#"))
-    return {name: kind for name, _, kind in lines}
 
 
 @dataclass(frozen=True)
@@ -45,6 +34,8 @@ class ServeArgs:
     model: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     """Variables set in front of the command (`VLLM_X=1 vllm serve …`)."""
+    engine: str | None = None
+    """The engine whose command this is, if it is not vLLM's; nothing of it was read then."""
 
     def get(self, name: str) -> str | None:
         """The value of an option."""
@@ -62,7 +53,7 @@ class ServeArgs:
             given = True
             try:
                 value = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UsageError(f"{name} is not JSON: {str(error)[:80]}") from error
             if not isinstance(value, dict):
                 raise UsageError(f"{name} is not a JSON object")
@@ -77,7 +68,7 @@ class ServeArgs:
 def _scalar(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -89,6 +80,8 @@ def parse(command: str) -> ServeArgs:
         raise UsageError(
             f"cannot read --serve-args: {error}", remedy="balance its quotes"
         ) from error
+    if engine := other_engine(command):
+        return ServeArgs(engine=engine)
     environment: dict[str, str] = {}
     while words and (assigned := re.fullmatch(r"([A-Z_][A-Z0-9_]*)=(.*)", words[0])):
         environment[assigned[1]] = assigned[2]

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from assay.checkpoint.declared import Declared
 from assay.checkpoint.document_types import Document, clean
 from assay.checkpoint.documents import CONFIG
-from assay.checkpoint.findings import found, plural, warned
+from assay.checkpoint.findings import found, plural, unexamined, warned
 from assay.checkpoint.flags.command import ServeArgs
+from assay.checkpoint.flags.context import lint_context
+from assay.checkpoint.flags.flag_values import lint_values
 from assay.checkpoint.flags.known_bad import lint_known_bad
 from assay.checkpoint.flags.kv_dtype import choice, lint_kv
+from assay.checkpoint.flags.paths import lint_paths
 from assay.checkpoint.flags.quantization import METHODS, MIN_CAPABILITY, ONLINE, Resolution, resolve
+from assay.checkpoint.flags.switches import lint_switches
 from assay.checkpoint.flags.versions import TABLED, Version
 from assay.checkpoint.kv_cache import KvCache
 from assay.checkpoint.mtp import MtpReport
 from assay.checkpoint.subject import Checkpoint
-from assay.verdict import Finding
+from assay.verdict import Finding, Severity
 
 _DOCS = "https://docs.vllm.ai/en/v0.32.0/features/quantization/"
 
@@ -38,7 +42,16 @@ class Target:
 
 def lint(target: Target) -> Iterator[Finding]:
     """All findings on a command line."""
+    if target.args.engine is not None:
+        title = f"the command is one of {target.args.engine}: its flags were not examined"
+        detail = "assay reads the options of `vllm serve`; it has no table of this engine's."
+        yield unexamined(title, severity=Severity.WARNING, detail=detail, decisive=True)
+        return
     yield from _unknown(target)
+    yield from _values(target)
+    yield from lint_switches(target.checkpoint, target.args)
+    yield from lint_paths(target.checkpoint, target.args)
+    yield from lint_context(target.checkpoint, target.args)
     yield from _quantization(target)
     kv = choice(target.args, target.capability)
     yield from lint_kv(target.checkpoint, target.declared, target.cache, kv)
@@ -46,6 +59,13 @@ def lint(target: Target) -> Iterator[Finding]:
     yield from _speculation(target)
     yield from _shape(target)
     yield from _rope(target)
+
+
+def _values(target: Target) -> Iterator[Finding]:
+    """Values that the engine refuses; of a version without a table, a warning each."""
+    exact = target.version is None or target.version == TABLED
+    for finding in lint_values(target.args):
+        yield finding if exact else replace(finding, severity=Severity.WARNING)
 
 
 def _unknown(target: Target) -> Iterator[Finding]:
@@ -138,24 +158,11 @@ def _speculation(target: Target) -> Iterator[Finding]:
 
 
 def _shape(target: Target) -> Iterator[Finding]:
-    config = target.checkpoint.text_config
     parallel = target.args.get("--tensor-parallel-size")
     heads = target.checkpoint.dims("num_attention_heads")
     if parallel and parallel.isdigit() and int(parallel) > 0 and heads and heads % int(parallel):
         title = f"--tensor-parallel-size {parallel} does not divide the {heads} attention heads"
         yield found("flag_rejected", title, flag="--tensor-parallel-size", heads=heads)
-    length, limit = (
-        _number(target.args.get("--max-model-len")),
-        target.checkpoint.dims("max_position_embeddings"),
-    )
-    scaled = config.get("rope_scaling") or "rope_scaling" in (
-        target.args.get("--hf-overrides") or ""
-    )
-    if length and limit and length > limit and not scaled:
-        title = f"--max-model-len {length} is beyond the model's {limit} positions"
-        yield found(
-            "flag_rejected", title, remedies=["lower it, or configure rope scaling"], limit=limit
-        )
     stored = {t.dtype for t in target.checkpoint.tensors.values()}
     if (
         target.args.get("--dtype") in {"float16", "half"}
@@ -164,18 +171,6 @@ def _shape(target: Target) -> Iterator[Finding]:
     ):
         title = "--dtype float16 on bfloat16 weights: values beyond 65504 overflow to inf"
         yield warned("config_conflict", title, remedies=["use --dtype auto"], flag="--dtype")
-
-
-def _number(text: str | None) -> int | None:
-    """`8192`, `8k` (thousands) or `8K` (1024s), as vLLM reads them."""
-    if not text:
-        return None
-    factor = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}.get(text[-1])
-    digits = text[:-1] if factor else text
-    try:
-        return int(float(digits) * (factor or 1))
-    except (ValueError, OverflowError):
-        return None
 
 
 def _rope(target: Target) -> Iterator[Finding]:

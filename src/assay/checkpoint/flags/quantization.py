@@ -72,7 +72,7 @@ _SYNONYMS = {
 
 _DEEPSEEK_V4 = frozenset({"deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text"})
 
-_PLUGINS = {"bitsandbytes": "vllm-bnb-plugin", "gguf": "vllm-gguf-plugin"}
+_PLUGINS = {"bitsandbytes": "vllm-bnb-plugin", "gguf": "vllm-gguf-plugin", "ascend": "vllm-ascend"}
 
 _LAST_WITH_BNB = Version((0, 27, 1))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from assay.checkpoint.findings import SHOWN, found, plural, some, unexamined, warned
 from assay.checkpoint.gguf.header import Gguf
+from assay.checkpoint.gguf.required import check_required, listed_tensors
 from assay.checkpoint.gguf.types import TYPES
 from assay.checkpoint.peers import lost_parts
 from assay.checkpoint.rules.chat_template import template_problem
@@ -38,6 +39,7 @@ def check_gguf(gguf: Gguf) -> Iterator[Finding]:
     }
     if whole and gguf.metadata.get("split.count", 1) in (0, 1):
         yield from _blocks(gguf)
+        yield from check_required(gguf)
         yield from _vocabulary(gguf)
     text = gguf.metadata.get("tokenizer.chat_template")
     if text is not None and (problem := template_problem(text)):
@@ -71,7 +73,8 @@ def _blocks(gguf: Gguf) -> Iterator[Finding]:
             f"layer {index} of {gguf.file} lacks {some(lost)}",
             tensors=lost[:SHOWN],
         )
-    if not any(t.name == "token_embd.weight" for t in gguf.tensors):
+    embedded = any(t.name == "token_embd.weight" for t in gguf.tensors)
+    if not embedded and listed_tensors(gguf.architecture) is None:
         yield found(
             "tensor_missing", f"{gguf.file} has no token_embd.weight", tensors=["token_embd.weight"]
         )

@@ -31,6 +31,11 @@ _TYPES = frozenset(
 
 _NEEDS_FACTOR = frozenset({"linear", "dynamic", "yarn", "llama3", "deepseek_yarn"})
 
+_SCALING = frozenset(
+    {"factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor"}
+    | {"beta_fast", "beta_slow"}
+)
+"""Settings that mean nothing without a type."""
 _LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -79,6 +84,7 @@ def _settings(settings: Document, config: Document) -> Iterator[Finding]:
         )
         yield found("config_conflict", title, references=references, type=old, rope_type=new)
     if not kind:
+        yield from _untyped(settings)
         return
     if kind not in _TYPES:
         yield warned(
@@ -107,6 +113,16 @@ def _settings(settings: Document, config: Document) -> Iterator[Finding]:
             f"original_max_position_embeddings {original} is beyond max_position_embeddings {limit}"
         )
         yield found("config_conflict", title, original=original, limit=limit)
+
+
+def _untyped(settings: Document) -> Iterator[Finding]:
+    """Scaling without a type: some engines stop, others do not scale."""
+    scaling = sorted(_SCALING & {k for k, v in settings.items() if v is not None})
+    if scaling:
+        title = f"the rope settings give {', '.join(scaling)} and no rope_type"
+        detail = "Some engines refuse such settings, others take rope without scaling."
+        remedies = ["add rope_type, as the original repository has it"]
+        yield found("config_conflict", title, detail=detail, remedies=remedies, keys=scaling)
 
 
 def _longrope(settings: Document, config: Document) -> Iterator[Finding]:

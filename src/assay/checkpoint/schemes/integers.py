@@ -103,7 +103,15 @@ def gptq(found: Found) -> Declared:
     def entry(module: str) -> Mapping[str, Any] | None:
         return next((value for p, value in change if p.match(module)), None)
 
-    return _declared(found, accepts, _overridden(raw, entry))
+    settings = _overridden(raw, entry)
+
+    def needs(module: str) -> tuple[str, ...]:
+        """With `desc_act` the inputs are ordered by `g_idx`; with one group the order is free."""
+        own = (entry(module) or {}).get("desc_act", raw.get("desc_act"))
+        grouped = (settings(module)[1] or -1) > 0
+        return ("g_idx",) if own is True and grouped else ()
+
+    return _declared(found, accepts, settings, needs=needs)
 
 
 def awq(found: Found) -> Declared:

@@ -105,6 +105,26 @@ def hqq(found: Found) -> Declared:
     return Declared("hqq", found.source, found.raw, accepts, bits=bits, bits_of=lambda module: bits)
 
 
+def modelslim(found: Found) -> Declared:
+    """ModelSlim (Ascend): one description a tensor, `FLOAT` or such as `W8A8_DYNAMIC`."""
+    described = {k: v for k, v in found.raw.items() if isinstance(v, str)}
+    strange = sorted(
+        {v for k, v in described.items() if k.endswith(".weight") and v != "FLOAT"}
+        - {v for v in described.values() if v.startswith(_EIGHT_BITS)}
+    )
+
+    def accepts(module: str) -> frozenset[Kind] | None:
+        kind = described.get(f"{module}.weight")
+        if kind == "FLOAT":
+            return PLAIN
+        return frozenset({Kind.INT8}) if kind and kind.startswith(_EIGHT_BITS) else None
+
+    unexamined = f"the ModelSlim types {', '.join(strange)[:80]} are not known" if strange else ""
+    return Declared("ascend", found.source, found.raw, accepts, unexamined=unexamined)
+
+
+_EIGHT_BITS = ("W8A8", "W8A16")
+
 KNOWN_BY_NAME = frozenset(
     {
         "quark",

@@ -9,7 +9,7 @@ from assay.checkpoint.declared import Declared
 from assay.checkpoint.schemes.compressed_tensors import compressed_tensors
 from assay.checkpoint.schemes.floats import fp8, modelopt, mxfp4
 from assay.checkpoint.schemes.integers import auto_round, awq, gptq, mlx
-from assay.checkpoint.schemes.others import bitsandbytes, hqq, torchao, unopened
+from assay.checkpoint.schemes.others import bitsandbytes, hqq, modelslim, torchao, unopened
 from assay.checkpoint.subject import Checkpoint
 
 SCHEMES: Mapping[str, Callable[[Found], Declared]] = {
@@ -29,6 +29,7 @@ SCHEMES: Mapping[str, Callable[[Found], Declared]] = {
     "bitsandbytes": bitsandbytes,
     "torchao": torchao,
     "hqq": hqq,
+    "ascend": modelslim,
 }
 
 
