@@ -67,10 +67,10 @@ def locate(path: Path, revision: str | None = None) -> Layout:
         path.stat()
         if path.is_file():
             return _single_file(path)
-        if any(path.resolve().is_relative_to(view) for view in _VIEWS):
-            raise unreadable(f"{path} is a view of the system, no folder of files", _REMEDY)
         if not path.is_dir():
             raise unreadable(f"{path} is neither a folder nor a file", _REMEDY)
+        if any(path.resolve().is_relative_to(view) for view in _VIEWS):
+            raise unreadable(f"{path} is a view of the system, no folder of files", _REMEDY)
         return _folder(path, revision)
     except FileNotFoundError as error:
         remedy = _REMEDY
