@@ -66,6 +66,9 @@ REFUSED = (
     ("--runner nosuch", "not one of"),
     ("--eplb-config {oops", "not JSON"),
     ("--served-model-name", None),
+    ("--lora-modules nosuch --enable-lora", "not NAME=PATH"),
+    ("--log-config-file /no/such/file.json", "no such file"),
+    ("--spec-tokens 0", "not at least 1"),
     ("--pipeline-parallel-size 0", "not at least 1"),
 )
 
@@ -86,6 +89,7 @@ def test_what_the_engine_refuses(flags: str, words: str | None) -> None:
         "--chat-template '{{ messages[0].content }}'",
         "--chat-template template_chatml.jinja",
         "--tokenizer m",
+        "--enable-lora --lora-modules a=/some/where",
         "--tokenizer some/repository",
         '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'',
         "--api-key a b -tp 2 -pp 1",

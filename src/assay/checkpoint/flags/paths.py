@@ -33,6 +33,7 @@ def lint_paths(checkpoint: Checkpoint, args: ServeArgs) -> Iterator[Finding]:
     """Findings on the template, the tokenizer and the draft that a command names."""
     yield from _template(args.get("--chat-template"))
     yield from _tokenizer(checkpoint, args)
+    yield from _named_files(args)
     settings = args.structure("--speculative-config") or {}
     draft = settings.get("model")
     if isinstance(draft, str) and looks_local(draft) and not Path(draft).expanduser().is_dir():
@@ -41,6 +42,18 @@ def lint_paths(checkpoint: Checkpoint, args: ServeArgs) -> Iterator[Finding]:
         yield found(
             "flag_rejected", title, remedies=remedies, flag="--speculative-config", value=draft
         )
+
+
+def _named_files(args: ServeArgs) -> Iterator[Finding]:
+    """Files that the engine opens at start, and adapters, which are written as NAME=PATH."""
+    name = args.get("--log-config-file")
+    if name and not Path(name).expanduser().is_file():
+        title = f"--log-config-file {name}: no such file exists"
+        yield found("flag_rejected", title, flag="--log-config-file", value=name)
+    adapter = args.get("--lora-modules")
+    if adapter and "=" not in adapter and not adapter.startswith("{"):
+        title = f"--lora-modules {adapter} is not NAME=PATH, and no JSON object"
+        yield found("flag_rejected", title, flag="--lora-modules", value=adapter)
 
 
 def looks_local(name: str) -> bool:

@@ -21,6 +21,7 @@ _OWN_BOUNDS: Mapping[str, Mapping[str, float]] = {
     "--master-port": _PORT,
     "--data-parallel-supervisor-port": _PORT,
     "--sse-keep-alive-interval": {"ge": 0},
+    "--spec-tokens": {"ge": 1},
 }
 """Bounds that the engine checks elsewhere than in its configuration classes."""
 
