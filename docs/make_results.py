@@ -49,10 +49,10 @@ VERBS: dict[str, list[str]] = {
         "lab/kv/sweep.py:_row",
         "fidelity/budget.py:Budget.results",
     ],
-    "kv attribute": ["lab/kv/sensitivity.py:run_attribute", "fidelity/budget.py:Budget.results"],
-    "kv allocate": ["lab/kv/sensitivity.py:run_allocate", "fidelity/budget.py:Budget.results"],
-    "kv noise": ["lab/kv/sensitivity.py:run_noise"],
-    "kv diagnose": ["lab/kv/diagnose.py:run_diagnose"],
+    "kv attribute": ["lab/kv/attribute.py:run_attribute", "fidelity/budget.py:Budget.results"],
+    "kv allocate": ["lab/kv/allocate.py:run_allocate", "fidelity/budget.py:Budget.results"],
+    "kv noise": ["lab/kv/noise.py:run_noise"],
+    "kv diagnose": ["lab/kv/diagnose/verb.py:run_diagnose"],
     "kv calibrate": ["lab/kv/calibrate.py:run_calibrate"],
     "kv list": ["lab/kv/spec.py:run_list"],
     "kv encode": ["lab/kv/files.py:run_encode"],
@@ -65,7 +65,7 @@ VERBS: dict[str, list[str]] = {
     "demo": ["demo/run.py:_report"],
     "card": ["gates/card.py:_report"],
     "table": ["fidelity/table/verb.py:run_table"],
-    "gap": ["lab/gap/outcome.py:Outcome.to_json", "fidelity/budget.py:Budget.results"],
+    "gap": ["lab/gap/result.py:GapResult.to_json", "fidelity/budget.py:Budget.results"],
 }
 
 
@@ -150,7 +150,7 @@ CLASSES = {
     "doctor.best": "serving/conclusion.py:best_of",
     "check.probes[].samples[]": "coherence/record.py:GradedReply",
     "spec.evidence": "speculation/health.py:Assessment",
-    "gap.checks[]": "lab/gap/outcome.py:Check",
+    "gap.checks[]": "lab/gap/checks.py:Check",
     "compare.margins[]": "fidelity/margin_tests.py:MarginTest",
     "compare.floors": "fidelity/breakdown/floors.py:Floors",
     "compare.engaged": "fidelity/engaged.py:Engaged",

@@ -494,13 +494,14 @@ def test_the_text_of_a_head_is_the_same(
     cluster: Cluster, models: tuple[Path, Path, Path], cache: Any
 ) -> None:
     from assay.engines.hf.engine import HfEngine
-    from assay_lab.heads.train import TEMPERATURES, on_workers, prompts, with_transformers, written
+    from assay_lab.heads.prompts import prompts
+    from assay_lab.heads.text import TEMPERATURES, generate_texts, on_workers, with_transformers
 
     one, _, text = models
     spec = f"hf:{one}?threads=1"
     with HfEngine.load(spec) as engine:
         asked = prompts(engine.tokenizer, 24, [str(text)])
-        expected = written(
+        expected = generate_texts(
             asked,
             with_transformers(engine.model, engine.tokenizer),
             12,
@@ -510,7 +511,7 @@ def test_the_text_of_a_head_is_the_same(
         )
         with Pool(cluster.address, 0) as pool:
             spread = on_workers(pool, spec)
-            found = written(
+            found = generate_texts(
                 asked, lambda *given: [], 12, TEMPERATURES, None, chunk=4, spread=spread
             )
     assert found == expected and {t.temperature for t in found} == set(TEMPERATURES)

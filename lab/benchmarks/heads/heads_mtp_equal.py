@@ -48,15 +48,16 @@ def main() -> None:
     import vllm
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
+    from assay_lab.heads.drafting import draft, padded, walk
     from assay_lab.heads.export import read_head
-    from assay_lab.heads.model import draft, observe, padded, walk
+    from assay_lab.heads.observed import observe
 
     if a.prompts:
         asked: list[list[int]] = json.loads(a.prompts.read_text())
     else:
         from transformers import AutoTokenizer
 
-        from assay_lab.heads.train import HELD_OUT, prompts
+        from assay_lab.heads.prompts import HELD_OUT, prompts
 
         asked = [
             ids

@@ -50,17 +50,14 @@ from assay.speculation.spec import examine
 from assay.speculation.traffic import PROMPTS
 from assay.stats import mean_interval
 from assay.verdict import jsonable
-from assay_lab.heads.experiment import (
-    CALIBRATED,
-    HEADS,
-    WEIGHTS,
-    calibration_texts,
-    changed,
-    head_state,
-)
+from assay_lab.heads.acceptance import Acceptance
+from assay_lab.heads.drafting import Walk
 from assay_lab.heads.export import MTP_FILE, read_head, write_head
-from assay_lab.heads.model import RmsNorm, Walk
-from assay_lab.heads.train import HELD_OUT, KINDS, Acceptance, prompts, with_transformers
+from assay_lab.heads.head_states import HEADS, head_state
+from assay_lab.heads.model import RmsNorm
+from assay_lab.heads.prompts import HELD_OUT, KINDS, prompts
+from assay_lab.heads.targets import CALIBRATED, WEIGHTS, calibration_texts, changed
+from assay_lab.heads.text import with_transformers
 
 DEPTH = 4
 

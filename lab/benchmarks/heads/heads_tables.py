@@ -34,7 +34,7 @@ from scipy.optimize import minimize_scalar
 from assay.runs import write_atomically
 from assay.speculation.options import SpecOptions
 from assay.speculation.spec import examine
-from assay_lab.heads.experiment import WORKING
+from assay_lab.heads.head_states import WORKING
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "heads.md"

@@ -27,12 +27,14 @@ from assay.demo.models import build_smollm2
 from assay.environment import describe
 from assay.runs import cache_dir
 from assay.stats import mean_interval
+from assay_lab.kv.attribute import figures
 from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
-from assay_lab.kv.diagnose import Traffic, coded, output_error, relative_mse, score_error, watch
+from assay_lab.kv.diagnose.capture import Traffic, watch
+from assay_lab.kv.diagnose.metrics import output_error, score_error
+from assay_lab.kv.diagnose.stages import coded, relative_mse
 from assay_lab.kv.evaluator import CodecEvaluator
 from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.opening import ModelOnText, open_evaluator
-from assay_lab.kv.sensitivity import figures
 from assay_lab.kv.spec import parse_recipe
 
 RESULTS = Path(__file__).parent / "results"

@@ -37,7 +37,7 @@ from assay.fidelity.metrics.row_sums import row_sums
 from assay.fidelity.metrics.token_statistics import row_statistics
 from assay_lab import trellis
 from assay_lab.kv import measured as measured_windows
-from assay_lab.kv.codecs import pca_entropy
+from assay_lab.kv.codecs import cheapest_numbers
 from assay_lab.kv.codecs.samples import Samples
 from assay_lab.kv.hook_plan import _KEPT_CODERS
 from assay_lab.kv.spec import parse_recipe
@@ -65,7 +65,7 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def plain_search() -> AbstractContextManager[None]:
-    return replaced((pca_entropy, "cheapest_path", trellis.by_torch))
+    return replaced((cheapest_numbers, "cheapest_path", trellis.by_torch))
 
 
 @torch.compile(dynamic=True)
@@ -97,7 +97,7 @@ def compiled_search() -> AbstractContextManager[None]:
             state = sources[way, state]
         return result
 
-    return replaced((pca_entropy, "cheapest_path", search))
+    return replaced((cheapest_numbers, "cheapest_path", search))
 
 
 TRELLIS: dict[str, Form] = {

@@ -25,7 +25,7 @@ import torch
 
 from assay.demo.models import build_smollm2
 from assay.environment import describe
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.samples import LayerStream, Samples
 from assay_lab.kv.spec import parse_recipe
 
 SPECS = [
@@ -41,7 +41,7 @@ SPECS = [
     "lattice",
     "kakeya",
 ]
-SITE = Site("k", 0, 30, 3, 64)
+SITE = LayerStream("k", 0, 30, 3, 64)
 LENGTHS = (1024, 8192)
 PROMPT = 1024
 

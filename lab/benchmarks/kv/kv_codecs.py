@@ -57,8 +57,8 @@ from assay_lab.kv.evaluator import CodecEvaluator, Fitting, Passages, ScoringSet
 from assay_lab.kv.fitters import Fitters, fitters
 from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.layer_coders import LayerCoders
+from assay_lab.kv.rotary import Rotary
 from assay_lab.kv.spec import parse_spec
-from assay_lab.kv.transforms import Rotary
 
 Facts = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"

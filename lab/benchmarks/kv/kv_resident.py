@@ -27,7 +27,8 @@ from assay.demo.models import build_smollm2
 from assay.environment import describe
 from assay.runs import cache_dir, write_atomically
 from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
-from assay_lab.kv.resident import Handover, resident_cache
+from assay_lab.kv.handover import Handover
+from assay_lab.kv.resident import resident_cache
 
 AROUND = "prerope+sinks(n=4)+"
 CODECS = (

@@ -23,8 +23,8 @@ from assay.runs import cache_dir
 from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.hook_plan import HookPlan, read
 from assay_lab.kv.layer_coders import CoderSet, LayerCoders
+from assay_lab.kv.rotary import Rotary
 from assay_lab.kv.spec import parse_spec
-from assay_lab.kv.transforms import Rotary
 from assay_lab.kv.vllm.hook import VllmCodecHook
 
 LENGTH = 8192

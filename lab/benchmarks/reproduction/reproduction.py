@@ -49,8 +49,8 @@ from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows
 from assay.fidelity.score import observe
 from assay.runs import cache_dir
-from assay_lab.gap.phases import noise_codec
-from assay_lab.kv import calibration
+from assay_lab.gap.phases.noise import noise_codec
+from assay_lab.kv import sampler
 from assay_lab.kv.cache_bytes import measured_bytes
 from assay_lab.kv.calibrate import captured
 from assay_lab.kv.calibration import Calibration, passages, read_calibration, write_calibration
@@ -598,13 +598,13 @@ def calibrate(engine: ScoringEngine, given: argparse.Namespace) -> None:
     text = Plan(given.spec, (given.spec,), text=plan.text, windows=plan.windows, length=plan.length)
     windows, facts = plan_windows(text, engine.tokenizer)
     moments: dict[int, torch.Tensor] = {}
-    own = calibration.averaged
+    own = sampler.averaged
 
     def averaged(sigma: torch.Tensor, rotary: Any, layer: int, length: int) -> torch.Tensor:
         moments[layer] = sigma
         return own(sigma, rotary, layer, length)
 
-    with mock.patch.object(calibration, "averaged", averaged):
+    with mock.patch.object(sampler, "averaged", averaged):
         tensors, cache = captured(engine, windows, plan)
     known: dict[str, Any] = {
         "cache": cache,

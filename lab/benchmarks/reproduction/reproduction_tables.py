@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from assay.stats import Interval, Resampling, cluster_ratio, percent_change
-from assay_lab.kv.sensitivity import noise_growth
+from assay_lab.kv.noise_growth import noise_growth
 from reproduction_rows import Rows, Sums
 
 RESULTS = Path(__file__).parent / "results"

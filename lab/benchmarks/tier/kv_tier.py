@@ -104,7 +104,7 @@ def drawn_tables(layers: int, heads: int, dim: int, rank: float, predict: bool) 
     """Tables as a calibration makes them, drawn: bases of `rank` · width, laws of falling scale,
     sides as predict=all has them.
     """
-    from assay_lab.kv.blocks import BlockTables, Facts
+    from assay_lab.kv.block_tables import BlockTables, Facts
 
     rng, width = np.random.default_rng(0), heads * dim
     count = round(rank * width)
@@ -205,7 +205,7 @@ def entropy(coder: Any, data: bytes) -> tuple[float, int, int]:
     escapes.
     """
     from assay_lab.kv import rans
-    from assay_lab.kv.codecs import pca_entropy
+    from assay_lab.kv.codecs import distributions
 
     head = coder.check(data)
     bits, words, escapes = 0.0, 0, 0
@@ -224,7 +224,9 @@ def entropy(coder: Any, data: bytes) -> tuple[float, int, int]:
         law = stream.laws[kinds].T
         escapes += count
         bits += (
-            float(pca_entropy.code_lengths()[law, numbers.astype(int) + pca_entropy.RADIUS].sum())
+            float(
+                distributions.code_lengths()[law, numbers.astype(int) + distributions.RADIUS].sum()
+            )
             - 32 * count
         )
         bits += float(stream.kind_bits[kinds].sum())
@@ -233,7 +235,8 @@ def entropy(coder: Any, data: bytes) -> tuple[float, int, int]:
 
 
 def codec(args: argparse.Namespace) -> None:
-    from assay_lab.kv.blocks import BlockCodec, tables_for
+    from assay_lab.kv.block_tables import tables_for
+    from assay_lab.kv.blocks import BlockCodec
     from assay_lab.kv.tier.scheduler import keys_of
 
     start = time.perf_counter()

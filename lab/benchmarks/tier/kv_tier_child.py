@@ -25,7 +25,7 @@ def main() -> None:
     tier: dict = {}
     report = Path(job["out"]).with_suffix(".report")
     if job["stage"] != "without":
-        from assay_lab.kv.blocks import tables_for
+        from assay_lab.kv.block_tables import tables_for
 
         tables = tables_for(job["model"], job["codec"], job["calibration"], Path(job["tables"]))
         path = tables.write(Path(job["tables"]))

@@ -130,7 +130,8 @@ def exactly(cpu: Any, gpu: Any, data: list[bytes]) -> dict[str, Any]:
 
 
 def kernels(args: argparse.Namespace) -> None:
-    from assay_lab.kv.blocks import BlockCodec, BlockRefused
+    from assay_lab.kv.block_errors import BlockRefused
+    from assay_lab.kv.blocks import BlockCodec
     from assay_lab.kv.blocks_gpu import GpuBlockCodec
     from assay_lab.kv.tier.scheduler import keys_of
 
@@ -280,7 +281,7 @@ def spec_of(step: float) -> str:
 
 
 def fitted(args: argparse.Namespace) -> Any:
-    from assay_lab.kv.blocks import tables_for
+    from assay_lab.kv.block_tables import tables_for
 
     return tables_for(args.model, spec_of(args.step), str(calibration(args)), args.tables)
 

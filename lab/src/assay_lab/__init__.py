@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the command line reads its options from here, without torch
     from pathlib import Path
 
-    from assay_lab.kv.resident import AttachableCodec
+    from assay_lab.kv.attached import AttachableCodec
 
 __all__ = ["PLUGIN_GROUPS", "codec"]
 
@@ -34,6 +34,6 @@ def codec(spec: str, *, calibration: str | Path | None = None) -> AttachableCode
         UsageError: The SPEC is wrong.
         AssayError: The codec learns from a calibration and none is given.
     """
-    from assay_lab.kv.resident import AttachableCodec
+    from assay_lab.kv.attached import AttachableCodec
 
     return AttachableCodec.of(spec, calibration)

@@ -32,7 +32,7 @@ def _command(
 @_command("list")
 def list_codecs() -> Report:
     """Name the codecs and wrappers, with their parameters."""
-    from assay_lab.kv.spec import run_list
+    from assay_lab.kv.listing import run_list
 
     return run_list()
 
@@ -46,9 +46,12 @@ def evaluate(**given: Any) -> Report:
     """
     from assay.cli.progress import show
     from assay_lab.kv.eval import run_eval
+    from assay_lab.kv.packed_eval import run_packed
+    from assay_lab.kv.pages import CODEC
     from assay_lab.options import EvalPlan
 
-    return run_eval(EvalPlan.of(given), show)
+    plan = EvalPlan.of(given)
+    return run_packed(plan, show) if plan.codec == CODEC else run_eval(plan, show)
 
 
 @_command("sweep", "SweepPlan", model=_MODEL)
@@ -93,7 +96,7 @@ def diagnose(**given: Any) -> Report:
     Exit code 0 measured, whatever it says; 2 could not be examined.
     """
     from assay.cli.progress import show
-    from assay_lab.kv.diagnose import run_diagnose
+    from assay_lab.kv.diagnose.verb import run_diagnose
     from assay_lab.options import DiagnosisPlan
 
     return run_diagnose(DiagnosisPlan.of(given), show)
@@ -107,7 +110,7 @@ def attribute(**given: Any) -> Report:
     time was too short.
     """
     from assay.cli.progress import show
-    from assay_lab.kv.sensitivity import run_attribute
+    from assay_lab.kv.attribute import run_attribute
     from assay_lab.options import AttributionPlan
 
     return run_attribute(AttributionPlan.of(given), show)
@@ -122,7 +125,7 @@ def allocate(**given: Any) -> Report:
     time was too short.
     """
     from assay.cli.progress import show
-    from assay_lab.kv.sensitivity import run_allocate
+    from assay_lab.kv.allocate import run_allocate
     from assay_lab.options import AllocationPlan
 
     return run_allocate(AllocationPlan.of(given), show)
@@ -135,7 +138,7 @@ def noise(**given: Any) -> Report:
     Goes on where an interrupted run stopped. Exit code 0 measured, 2 could not be examined.
     """
     from assay.cli.progress import show
-    from assay_lab.kv.sensitivity import run_noise
+    from assay_lab.kv.noise import run_noise
     from assay_lab.options import NoisePlan
 
     return run_noise(NoisePlan.of(given), show)
@@ -237,7 +240,7 @@ def heads_train(**given: Any) -> Report:
     little to measure.
     """
     from assay.cli.progress import show
-    from assay_lab.heads.train import run_train
+    from assay_lab.heads.report import run_train
     from assay_lab.options import HeadTrainPlan
 
     return run_train(HeadTrainPlan.of(given), show)

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from assay.errors import AssayError, UsageError
 from assay_lab.kv.cache_shape import CacheShape, cache_shape
 from assay_lab.kv.calibration import read_calibration
-from assay_lab.kv.codecs.samples import Site
+from assay_lab.kv.codecs.samples import LayerStream
 from assay_lab.kv.layer_coders import LayerCoders
+from assay_lab.kv.rotary import Rotary
 from assay_lab.kv.spec import parse_recipe
-from assay_lab.kv.transforms import Rotary
 from kv_import import convert, read_levels, read_moments, read_sidecar
 
 SHAPE = CacheShape(2, 2, 4, 16, (None, None), "LlamaForCausalLM")
@@ -178,7 +178,7 @@ def test_an_import_serves_the_codecs_that_it_was_made_for(checkpoint: Path, tmp_
     np.testing.assert_array_equal(kakeya.tables["levels"], np.array(LEVELS, dtype=np.float32))
     # After RoPE it is the average over rotations, which the file does not have.
     after = calibration.samples(
-        Site("k", 0, 2, 2, 16), before_rope=False, rotary=layer_coders.rotary
+        LayerStream("k", 0, 2, 2, 16), before_rope=False, rotary=layer_coders.rotary
     )
     assert after.metric is not None
     plain = moments()["layer_0_sigma"]

@@ -16,10 +16,12 @@ from assay.errors import AssayError
 from assay.fidelity.budget import OutOfTime
 from assay.fidelity.pace import Pace
 from assay.progress import NO_PROGRESS
-from assay_lab.gap import phases as bench_module
+from assay_lab.gap import run_cache as cache_module
+from assay_lab.gap.configuration import Configuration, Corners
 from assay_lab.gap.gap import Runs, measure_all
-from assay_lab.gap.phases import Bench
-from assay_lab.gap.plan import Configuration, Corners, GapPlan, must_be_tried, preflight
+from assay_lab.gap.plan import GapPlan
+from assay_lab.gap.preflight import must_be_tried, preflight
+from assay_lab.gap.run_cache import RunCache
 from assay_lab.options import QUICK
 
 
@@ -131,17 +133,17 @@ def test_an_unread_architecture_is_tried_before_anything_is_scored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    bench = Bench(
+    run_cache = RunCache(
         GapPlan("hf:m", f"vllm:{checkpoint(tmp_path, 'GPTNeoXForCausalLM')}", codec="fp8"),
         NO_PROGRESS,
     )
-    bench.windows = {"main": [object(), object()], "fresh": []}
+    run_cache.windows = {"main": [object(), object()], "fresh": []}
     monkeypatch.setattr(
-        bench, "engine", lambda spec, again=False: opened.append(spec) or Refusing()
+        run_cache, "engine", lambda spec, again=False: opened.append(spec) or Refusing()
     )
     with pytest.raises(AssayError, match="GPTNeoXAttention"):
-        measure_all(bench, Runs())
-    assert opened == [bench.plan.candidate]
+        measure_all(run_cache, Runs())
+    assert opened == [run_cache.plan.candidate]
 
 
 @pytest.mark.parametrize(("cuda", "device"), [(True, "cuda"), (False, "cpu")])
@@ -157,21 +159,23 @@ def test_stored_runs_are_compared_on_the_gpu_where_there_is_one(
             return self
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(bench_module, "window_statistics", lambda a, b: (a.name, b.name))
+    monkeypatch.setattr(cache_module, "window_statistics", lambda a, b: (a.name, b.name))
     monkeypatch.setattr(
-        bench_module, "observation", lambda window, first, found: (window, first, found)
+        cache_module, "observation", lambda window, first, found: (window, first, found)
     )
-    monkeypatch.setattr(bench_module, "key_of", list)
-    monkeypatch.setattr(bench_module, "to_arrays", lambda seen: [])
+    monkeypatch.setattr(cache_module, "key_of", list)
+    monkeypatch.setattr(cache_module, "to_arrays", lambda seen: [])
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
-    bench = Bench(GapPlan("hf:a", "hf:b", codec="fp8"), NO_PROGRESS)
-    bench.windows = {"main": [0, 1]}
+    run_cache = RunCache(GapPlan("hf:a", "hf:b", codec="fp8"), NO_PROGRESS)
+    run_cache.windows = {"main": [0, 1]}
 
     def store(name: str) -> SimpleNamespace:
         return SimpleNamespace(rows=lambda ws: [Rows(window=w, first=9, name=name) for w in ws])
 
-    monkeypatch.setattr(bench, "anchor", lambda config: store(config.engine))
-    found = bench.between(Configuration("hf:a", "inforward"), Configuration("hf:b", "inforward"))
+    monkeypatch.setattr(run_cache, "anchor", lambda config: store(config.engine))
+    found = run_cache.between(
+        Configuration("hf:a", "inforward"), Configuration("hf:b", "inforward")
+    )
     assert found.seen == [(0, 9, ("hf:a", "hf:b")), (1, 9, ("hf:a", "hf:b"))]
     assert moved == [f"hf:b to {device}"] * 2
 
@@ -187,22 +191,22 @@ def test_where_token_by_token_does_not_fit_the_total_is_that_of_the_base_mode(
     """
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     paces = {"prefill": Pace(0.004 if mode else 0.04, 0.001), "decode": Pace(decode, 0.001)}
-    monkeypatch.setattr(bench_module, "measure_pace", lambda engine, plan, text: paces[plan.path])
-    monkeypatch.setattr(bench_module, "read_text", lambda text: SimpleNamespace(text="x"))
-    monkeypatch.setattr(Bench, "engine", lambda self, spec, again=False: None)
-    bench = Bench(GapPlan("hf:a", "hf:b", codec="fp8", quick=True, **QUICK), NO_PROGRESS)
-    bench.budget.took["opening the reference"] = 5.0
+    monkeypatch.setattr(cache_module, "measure_pace", lambda engine, plan, text: paces[plan.path])
+    monkeypatch.setattr(cache_module, "read_text", lambda text: SimpleNamespace(text="x"))
+    monkeypatch.setattr(RunCache, "engine", lambda self, spec, again=False: None)
+    run_cache = RunCache(GapPlan("hf:a", "hf:b", codec="fp8", quick=True, **QUICK), NO_PROGRESS)
+    run_cache.budget.took["opening the reference"] = 5.0
     if (
         decode == 0.07
     ):  # also where all of the time goes into the path, and none is left for the phases
         paces["prefill"] = Pace(0.012, 0.001)
     if not mode:
         with pytest.raises(OutOfTime, match="too small for any answer"):
-            bench._fit()
+            run_cache._fit()
         return
-    bench._fit()
-    assert (bench.plan.mode, bench.plan.windows, bench.plan.length) == (mode, 8, 256)
-    left_out = [item["what"] for item in bench.budget.left_out]
+    run_cache._fit()
+    assert (run_cache.plan.mode, run_cache.plan.windows, run_cache.plan.length) == (mode, 8, 256)
+    left_out = [item["what"] for item in run_cache.budget.left_out]
     assert left_out == (
         [] if mode == "decode" else ["the path decode: the total is that of inforward"]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,28 +12,16 @@ from synthetic import configurations, observed
 
 from assay.engines import setup_differences, setup_facts
 from assay.engines.scoring import Engagement
+from assay_lab.gap import checks
 from assay_lab.gap.buckets import Amount, effect
-from assay_lab.gap.outcome import (
-    Place,
-    hot_layers,
-    judged,
-    place,
-    proposals,
-    repeated,
-    repeated_nll,
-    with_more_bits,
-)
-from assay_lab.gap.phases import (
-    attribute,
-    curve,
-    group_name,
-    kl_at,
-    noise_codec,
-    relative_error,
-    residuals,
-    sigmas_of,
-)
-from assay_lab.gap.plan import Corners, GapPlan
+from assay_lab.gap.configuration import Corners
+from assay_lab.gap.floors import Floors, Place, place, repeated, repeated_nll
+from assay_lab.gap.phases.layers import attribute, group_name
+from assay_lab.gap.phases.noise import curve, kl_at, noise_codec, sigmas_of
+from assay_lab.gap.phases.residuals import relative_error, residuals
+from assay_lab.gap.plan import GapPlan
+from assay_lab.gap.proposals import hot_layers, proposals, with_more_bits
+from assay_lab.gap.result import judged
 from assay_lab.kv.measured import Measured
 
 
@@ -197,3 +186,32 @@ def test_set_ups_are_compared_in_one_form() -> None:
     assert setup_differences(setup_facts(new), setup_facts(other)) == {
         "rope": ({"rope_theta": 10000.0}, {"rope_theta": 5000.0})
     }
+
+
+@pytest.mark.parametrize(
+    ("engine", "codec", "holds"),
+    [(0.05, 0.05, True), (0.05, 0.068, True), (0.05, 0.075, False), (0.05, 0.25, False)],
+)
+def test_effects_measured_alone_add_up_to_a_fifth_of_what_both_do_on_other_text(
+    monkeypatch: pytest.MonkeyPatch, engine: float, codec: float, holds: bool
+) -> None:
+    monkeypatch.setattr(checks, "own_effect", lambda fresh: SimpleNamespace(kl=an(0.1, 0.001)))
+    buckets = [
+        SimpleNamespace(name=name, effect=SimpleNamespace(kl=an(value, 0.001)))
+        for name, value in (("engine", engine), ("codec", codec), ("harness", 9.0))
+    ]
+    decomposition: Any = SimpleNamespace(buckets=buckets)
+    found = checks.check_sum(decomposition, [], Floors(None, None, None))
+    assert found.holds is holds
+    assert found.bound == pytest.approx(0.02)
+    assert found.difference.value == pytest.approx(0.1 - engine - codec)
+
+
+def test_a_sum_below_the_noise_floor_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "own_effect", lambda fresh: SimpleNamespace(kl=an(0.0001, 1e-6)))
+    buckets = [SimpleNamespace(name="engine", effect=SimpleNamespace(kl=an(0.0005, 1e-6)))]
+    decomposition: Any = SimpleNamespace(buckets=buckets)
+    noisy: Any = SimpleNamespace(repeat_kl=0.001)
+    assert checks.check_sum(decomposition, [], noisy).holds
+    quiet: Any = SimpleNamespace(repeat_kl=0.0001)
+    assert not checks.check_sum(decomposition, [], quiet).holds

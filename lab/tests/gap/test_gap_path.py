@@ -6,17 +6,10 @@ import pytest
 
 from assay.engines.scoring import ScoreJob
 from assay.errors import UsageError
-from assay_lab.gap.phases import switches
-from assay_lab.gap.plan import (
-    Configuration,
-    GapPlan,
-    engine_name,
-    engine_steps,
-    full_spec,
-    grouped,
-    span,
-    with_placement,
-)
+from assay_lab.gap.configuration import Configuration, grouped, span, with_placement
+from assay_lab.gap.engine_steps import engine_name, engine_steps
+from assay_lab.gap.phases.switches import switches
+from assay_lab.gap.plan import GapPlan, full_spec
 
 
 def steps(reference: str, candidate: str, *dtypes: str | None) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import pytest
 from assay.cli.main import invoke
 from assay.demo import vllm_python
 from assay.engines.vllm.scorer import PYTHON
-from assay_lab.gap import phases as bench
+from assay_lab.gap import run_cache
 
 pytestmark = pytest.mark.engine
 
@@ -41,8 +41,8 @@ def test_a_gap_sums_is_kept_and_goes_on_from_there(
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(cache))
     opened: list[str] = []
-    real = bench.open_scorer
-    monkeypatch.setattr(bench, "open_scorer", lambda spec: opened.append(spec) or real(spec))
+    real = run_cache.open_scorer
+    monkeypatch.setattr(run_cache, "open_scorer", lambda spec: opened.append(spec) or real(spec))
     command = (
         f"hf:{smollm2}?dtype=float32",
         f"hf:{smollm2}",

@@ -19,17 +19,12 @@ from assay.report import console, html, markdown
 from assay.verdict import Chart, Report, Severity, Table, Verdict
 from assay_lab.gap import gap as run
 from assay_lab.gap.buckets import decompose, effect
-from assay_lab.gap.outcome import (
-    CodecGap,
-    Floors,
-    Outcome,
-    check_step,
-    check_sum,
-    repeated,
-    repeated_nll,
-)
+from assay_lab.gap.checks import check_step, check_sum
+from assay_lab.gap.floors import Floors, repeated, repeated_nll
 from assay_lab.gap.plan import GapPlan
-from assay_lab.gap.report import blocks, findings_of, headline, verdict_of
+from assay_lab.gap.report import blocks, headline
+from assay_lab.gap.result import CodecGap, GapResult
+from assay_lab.gap.verdict import findings_of, verdict_of
 from assay_lab.kv.measured import Measured
 
 
@@ -40,7 +35,7 @@ def outcome(
     engine: float = 0.002,
     windows: int = 16,
     **changed: Any,
-) -> Outcome:
+) -> GapResult:
     """A gap of `total` nats in both currencies, of which `engine` is the engine's and `left` is not
     explained.
     """
@@ -66,10 +61,10 @@ def outcome(
         "repeats_nll": repeated_nll(d.repeatability.dnll, d.total.dnll, floors.repeat_dnll),
         "same": False, "setup": {}, "text": {"windows_available": 99}, "engines": {},
     }  # fmt: skip
-    return Outcome(**settings | changed)
+    return GapResult(**settings | changed)
 
 
-def ids(found: Outcome) -> dict[str, Severity]:
+def ids(found: GapResult) -> dict[str, Severity]:
     return {f.id: f.severity for f in findings_of(found)}
 
 
@@ -277,7 +272,7 @@ def test_repeatability_sees_a_run_that_drifts_and_the_checks_see_a_bucket_that_i
 
 
 class Scripted:
-    """A bench that answers from a script and is interrupted or fails before its `last` measurement."""
+    """Runs that answers from a script and is interrupted or fails before its `last` measurement."""
 
     def __init__(self, plan: GapPlan, last: int, failure: BaseException) -> None:
         self.plan, self.left, self.failure = plan, last, failure
@@ -328,7 +323,7 @@ class Scripted:
 def test_what_was_measured_is_shown_however_a_run_ends(
     last: int, failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "Bench", lambda plan, progress: Scripted(plan, last, failure))
+    monkeypatch.setattr(run, "RunCache", lambda plan, progress: Scripted(plan, last, failure))
     monkeypatch.setattr(run.Corners, "preflight", lambda self: None)
     report = run.run_gap(
         GapPlan("hf:m", "hf:m?attention=eager", codec="fp8", phases=(1,), windows=12, fresh=0)

@@ -22,7 +22,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(folder, report) of a head trained on it."""
-    from assay_lab.heads.train import run_train
+    from assay_lab.heads.report import run_train
     from assay_lab.options import HeadTrainPlan
 
     out = tmp_path_factory.mktemp("head")
@@ -38,7 +38,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def trained_mtp(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(folder, report) of an MTP head trained on it."""
-    from assay_lab.heads.train import run_train
+    from assay_lab.heads.report import run_train
     from assay_lab.options import HeadTrainPlan
 
     out = tmp_path_factory.mktemp("mtp")

@@ -14,7 +14,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from assay.errors import UsageError
-from assay_lab.heads.experiment import CACHES, CALIBRATED, HEADS, WEIGHTS, changed, run_try
+from assay_lab.heads.experiment import run_try
+from assay_lab.heads.head_states import HEADS
+from assay_lab.heads.targets import CACHES, CALIBRATED, WEIGHTS, changed
 from assay_lab.options import HeadTryPlan
 
 pytestmark = pytest.mark.engine

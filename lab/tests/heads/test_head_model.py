@@ -13,8 +13,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from assay_lab.heads.drafting import draft, losses, padded, walk
 from assay_lab.heads.export import read_head
-from assay_lab.heads.model import draft, losses, observe, padded, walk
+from assay_lab.heads.observed import observe
 
 pytestmark = pytest.mark.engine
 

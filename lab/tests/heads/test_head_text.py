@@ -1,4 +1,4 @@
-"""Prompts and the text that is written after them."""
+"""Prompts and the text that is generate_texts after them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ transformers = pytest.importorskip("transformers")
 
 from assay.errors import AssayError
 from assay.runs import Kept
-from assay_lab.heads.train import HELD_OUT, KINDS, prompts, with_transformers, with_vllm, written
+from assay_lab.heads.prompts import HELD_OUT, KINDS, prompts
+from assay_lab.heads.text import generate_texts, with_transformers, with_vllm
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +39,7 @@ def test_text_is_the_targets_own_and_is_kept(target: Path, tokenizer: Any, tmp_p
     model = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
     asked = prompts(tokenizer, 12)
     write, kept = with_transformers(model, tokenizer), Kept(tmp_path, "test")
-    found = written(asked, write, 20, (0.0, 1.0), kept, chunk=6)
+    found = generate_texts(asked, write, 20, (0.0, 1.0), kept, chunk=6)
     assert {t.temperature for t in found} == {0.0, 1.0}
     with torch.no_grad():
         for t in (t for t in found if not t.temperature):
@@ -49,7 +50,7 @@ def test_text_is_the_targets_own_and_is_kept(target: Path, tokenizer: Any, tmp_p
     def nothing(*a: Any) -> Any:
         raise AssertionError("written twice")
 
-    assert written(asked, nothing, 20, (0.0, 1.0), kept, chunk=6) == found
+    assert generate_texts(asked, nothing, 20, (0.0, 1.0), kept, chunk=6) == found
 
 
 def test_a_python_without_vllm_is_one_line() -> None:
@@ -64,9 +65,9 @@ def test_spread_chunks_come_to_their_prompts_whatever_is_kept(tmp_path: Path) ->
     def answer(ids: list[list[int]], tokens: int, temperature: float, seed: int) -> list[list[int]]:
         return [[own[0], seed] * 5 for own in ids]
 
-    expected = written(asked, answer, 20, (0.0, 1.0), None, chunk=2)
+    expected = generate_texts(asked, answer, 20, (0.0, 1.0), None, chunk=2)
     kept = Kept(tmp_path)
-    assert written(asked, answer, 20, (0.0, 1.0), kept, chunk=2) == expected
+    assert generate_texts(asked, answer, 20, (0.0, 1.0), kept, chunk=2) == expected
     keys = [["text", (0.0, 1.0)[i % 2], 20, [[2 * i], [2 * i + 1]]] for i in range(4)]
     kept._path(keys[0]).write_bytes(b"damaged")
     kept.forget(keys[1])
@@ -85,5 +86,5 @@ def test_spread_chunks_come_to_their_prompts_whatever_is_kept(tmp_path: Path) ->
     def never(*given: Any) -> Any:
         raise AssertionError("written here")
 
-    assert written(asked, never, 20, (0.0, 1.0), kept, chunk=2, spread=spread) == expected
+    assert generate_texts(asked, never, 20, (0.0, 1.0), kept, chunk=2, spread=spread) == expected
     assert spread_to == [0, 1, 3]

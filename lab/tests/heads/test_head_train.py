@@ -14,10 +14,12 @@ torch = pytest.importorskip("torch")
 from assay.checkpoint.options import VerifyOptions
 from assay.checkpoint.verify import verify
 from assay.errors import AssayError, UsageError
-from assay_lab.heads import train as training
+from assay_lab.heads import training
 from assay_lab.heads.experiment import run_try
 from assay_lab.heads.export import read_head
-from assay_lab.heads.train import CHECKPOINT, Written, draft_vocabulary, run_train
+from assay_lab.heads.report import run_train
+from assay_lab.heads.text import Written, draft_vocabulary
+from assay_lab.heads.training import CHECKPOINT
 from assay_lab.options import HeadTrainPlan, HeadTryPlan
 from tiny_target import TRAIN, make_target
 

@@ -26,9 +26,11 @@ from assay.cli.main import invoke
 from assay.engines.vllm.path import packages_alone
 from assay.errors import AssayError, UsageError
 from assay.speculation.head_file import examine_head
+from assay_lab.heads.drafting import draft, padded
 from assay_lab.heads.experiment import run_try
 from assay_lab.heads.export import MTP_FILE, read_head, write_head
-from assay_lab.heads.model import HeadConfig, MtpHead, SharedLoss, draft, observe, padded
+from assay_lab.heads.model import HeadConfig, MtpHead, SharedLoss
+from assay_lab.heads.observed import observe
 from assay_lab.heads.pack import run_pack
 from assay_lab.options import HeadPackPlan, HeadTryPlan
 from tiny_target import make_target

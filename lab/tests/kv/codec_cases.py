@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.samples import LayerStream, Samples
 from assay_lab.kv.spec import parse_recipe
 from assay_lab.kv.stream_coder import FittedCodec
 
@@ -56,15 +56,15 @@ SPECS = {
     "noise(sigma=0.1)": 0.11,
 }
 SITES = {
-    "k64": Site("k", 1, 4, 3, 64),
-    "v64": Site("v", 1, 4, 3, 64),
-    "k80": Site("k", 1, 4, 2, 80),
-    "v1x256": Site("v", 1, 4, 1, 256),
-    "k24": Site("k", 1, 4, 2, 24),
+    "k64": LayerStream("k", 1, 4, 3, 64),
+    "v64": LayerStream("v", 1, 4, 3, 64),
+    "k80": LayerStream("k", 1, 4, 2, 80),
+    "v1x256": LayerStream("v", 1, 4, 1, 256),
+    "k24": LayerStream("k", 1, 4, 2, 24),
 }
 
 
-def tokens(site: Site, count: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+def tokens(site: LayerStream, count: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     """Channels of different spread and mean, correlated over heads, as keys are: [heads, count,
     head_dim].
     """
@@ -78,14 +78,14 @@ def tokens(site: Site, count: int, seed: int = 0, scale: float = 1.0) -> torch.T
     return scale * x.reshape(count, site.heads, site.head_dim).transpose(0, 1).contiguous()
 
 
-def metric(site: Site) -> torch.Tensor:
+def metric(site: LayerStream) -> torch.Tensor:
     """Second moments of made-up queries [heads, head_dim, head_dim]."""
     generator = torch.Generator().manual_seed(5)
     root = torch.randn(site.heads, site.head_dim, site.head_dim, generator=generator)
     return root @ root.transpose(1, 2) / site.head_dim + 0.1 * torch.eye(site.head_dim)
 
 
-def samples(site: Site, count: int = 700) -> Samples:
+def samples(site: LayerStream, count: int = 700) -> Samples:
     """A calibration of one site."""
     positions = torch.arange(count) % 350
     return Samples(site, tokens(site, count, seed=9), positions, metric(site))

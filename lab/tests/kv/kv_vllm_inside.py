@@ -23,7 +23,7 @@ from assay.engines.vllm.scorer import VllmScorer
 from assay.engines.vllm.steps import Rewrite
 from assay.fidelity.metrics.token_statistics import window_statistics
 from assay_lab.kv.cache_bytes import measured_bytes, stream_facts
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.samples import LayerStream, Samples
 from assay_lab.kv.hook_plan import HookPlan, hook_spec, path_of
 from assay_lab.kv.spec import parse_recipe
 from assay_lab.kv.vllm.capture import capture_in_vllm
@@ -52,15 +52,15 @@ def streams_of(path: Path) -> dict[str, list[float]]:
     mean square.
     """
     given = load_file(path)
-    site = Site("k", 3, 30, *given["x"].shape[::2])
+    site = LayerStream("k", 3, 30, *given["x"].shape[::2])
     samples = Samples(site, given["samples"], given["positions"], given["metric"])
-    known = replace(samples, side=given["side_samples"], sides=((2, "k"),))
+    known = replace(samples, predictors=given["side_samples"], predictor_keys=((2, "k"),))
     found = {}
     for spec in (*SPECS, PREDICT):
-        side = given["side"] if spec == PREDICT else None
-        coder = parse_recipe(spec).fit(samples if side is None else known)
-        stream = coder.encode(given["x"], side)
-        back = coder.decode(stream, side=side)
+        predictors = given["side"] if spec == PREDICT else None
+        coder = parse_recipe(spec).fit(samples if predictors is None else known)
+        stream = coder.encode(given["x"], predictors)
+        back = coder.decode(stream, predictors=predictors)
         found[spec] = [
             len(stream),
             float(back.double().mean()),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from assay_lab.kv.codecs.base import BlockCoder
-from assay_lab.kv.codecs.samples import Site
+from assay_lab.kv.codecs.samples import LayerStream
 from assay_lab.kv.stream_coder import FittedCodec
 
 
@@ -19,21 +19,23 @@ class Leaning(BlockCoder):
     Works value by value, so that neither the size of a call nor its layout changes a bit.
     """
 
-    def __init__(self, site: Site, step: float, block_tokens: int = 8) -> None:
+    def __init__(self, site: LayerStream, step: float, block_tokens: int = 8) -> None:
         super().__init__(site)
         self._step = step
         self.block_tokens = block_tokens
 
-    def _near(self, side: Any) -> Any:
+    def _near(self, predictors: Any) -> Any:
         return (
-            0.0 if side is None else sum(0.5 * part for part in side.split(self.site.heads, dim=1))
+            0.0
+            if predictors is None
+            else sum(0.5 * part for part in predictors.split(self.site.heads, dim=1))
         )
 
-    def quantise(self, x: Any, side: Any = None) -> Any:
-        return (((x.float() - self._near(side)) / self._step).round().to(torch.int32),)
+    def quantise(self, x: Any, predictors: Any = None) -> Any:
+        return (((x.float() - self._near(predictors)) / self._step).round().to(torch.int32),)
 
-    def dequantise(self, parts: Any, side: Any = None) -> Any:
-        return parts[0].float() * self._step + self._near(side)
+    def dequantise(self, parts: Any, predictors: Any = None) -> Any:
+        return parts[0].float() * self._step + self._near(predictors)
 
     def pack(self, parts: Any) -> list[bytes]:
         return [block.contiguous().numpy().tobytes() for block in parts[0]]
@@ -45,7 +47,7 @@ class Leaning(BlockCoder):
 
 def leaning(
     key: tuple[int, str],
-    sides: tuple[tuple[int, str], ...] = (),
+    predictor_keys: tuple[tuple[int, str], ...] = (),
     *,
     first: int = 0,
     last: int = 0,
@@ -54,6 +56,8 @@ def leaning(
     width: int = 4,
 ) -> FittedCodec:
     """One for a stream, its step as odd as its place."""
-    site = Site(key[1], key[0], 4, heads, width)
+    site = LayerStream(key[1], key[0], 4, heads, width)
     step = 0.25 + 0.0625 * key[0] + 0.03125 * (key[1] == "v")
-    return FittedCodec(f"leaning{key}", Leaning(site, step), first, last, before_rope, sides)
+    return FittedCodec(
+        f"leaning{key}", Leaning(site, step), first, last, before_rope, predictor_keys
+    )

@@ -20,16 +20,17 @@ from hypothesis import strategies as st
 from assay.errors import AssayError
 from assay_lab.kv import blocks as kv_blocks
 from assay_lab.kv import rans
-from assay_lab.kv.blocks import (
-    BlockCodec,
+from assay_lab.kv.block_errors import (
     BlockDamaged,
     BlockOfOtherTables,
     BlockOfOtherTokens,
     BlockOfOtherVersion,
     BlockRefused,
-    BlockTables,
 )
-from assay_lab.kv.codecs import pca_entropy as pe
+from assay_lab.kv.block_tables import BlockTables, check_codec
+from assay_lab.kv.blocks import BlockCodec
+from assay_lab.kv.codecs import distributions as pe
+from assay_lab.kv.spec import parse_spec
 from kv.tier_samples import HEADS, LAYERS, SPEC, WIDTH, drawn, sample, turned
 
 KEY = bytes(range(32))
@@ -37,7 +38,7 @@ KEY = bytes(range(32))
 
 def drawn_numbers(rng: np.random.Generator, laws: np.ndarray, kinds: np.ndarray) -> np.ndarray:
     """Numbers [channels, tokens] as their laws have them, escapes among them."""
-    table, radius = pe._laws()
+    table, radius = pe._distributions()
     found = np.empty((laws.shape[1], kinds.size), np.int16)
     for c in range(laws.shape[1]):
         for t in range(kinds.size):
@@ -60,7 +61,7 @@ def test_numbers_come_back_as_they_went_whatever_their_laws(
     channels: int, tokens: int, classes: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    laws = rng.integers(0, pe.LAWS, (classes, channels))
+    laws = rng.integers(0, pe.DISTRIBUTIONS, (classes, channels))
     kinds = rng.integers(0, classes, tokens).astype(np.uint8)
     numbers = drawn_numbers(rng, laws, kinds)
     tables = rans.tables_of_classes(rng.dirichlet(np.ones(classes)))
@@ -76,7 +77,7 @@ def test_numbers_come_back_as_they_went_whatever_their_laws(
 
 def test_every_number_of_every_law_has_a_code() -> None:
     radius = pe.radii()
-    for law in range(0, pe.LAWS, 7):
+    for law in range(0, pe.DISTRIBUTIONS, 7):
         numbers = np.append(np.arange(-radius[law], radius[law] + 1), pe.ESCAPE).astype(np.int16)[
             None
         ]
@@ -157,8 +158,12 @@ def test_a_block_comes_back_as_the_laboratory_reconstructs_it(codec: BlockCodec)
     for (layer, stream), coder in sample().coders.by_stream.items():
         i = "kv".index(stream)
         rows = given[layer, i, 4:].view(-1, HEADS, 16).transpose(0, 1)
-        side = torch.cat([decoded[key] for key in coder.sides]) if coder.sides else None
-        decoded[layer, stream] = lab = coder.reconstruct(rows, side)
+        predictors = (
+            torch.cat([decoded[key] for key in coder.predictor_keys])
+            if coder.predictor_keys
+            else None
+        )
+        decoded[layer, stream] = lab = coder.reconstruct(rows, predictors)
         own = back[layer, i, 4:].view(-1, HEADS, 16).transpose(0, 1)
         # The same error: single numbers may fall to the other side, where a predicted value was
         # rounded to bf16.
@@ -224,7 +229,7 @@ def test_other_recipes_of_the_codec_are_coded_too(spec: str) -> None:
 )
 def test_codecs_without_stored_blocks_are_refused_with_the_reason(spec: str, why: str) -> None:
     with pytest.raises(AssayError, match=why) as caught:
-        kv_blocks.check_codec(kv_blocks.parse_spec(spec))
+        check_codec(parse_spec(spec))
     assert caught.value.finding_id == "kv.unsupported"
 
 
@@ -294,7 +299,7 @@ def test_tables_are_kept_by_their_digest_and_not_believed_without(tmp_path) -> N
     assert (
         again.digest == tables.digest
         and again.facts == tables.facts
-        and again.facts.spec == str(kv_blocks.parse_spec(SPEC))
+        and again.facts.spec == str(parse_spec(SPEC))
     )
     raw = bytearray(path.read_bytes())
     raw[-5] ^= 1

@@ -14,7 +14,9 @@ pytest.importorskip("triton")
 pytest.importorskip("numba")
 
 from assay.errors import AssayError
-from assay_lab.kv.blocks import BlockCodec, BlockDamaged, BlockTables
+from assay_lab.kv.block_errors import BlockDamaged
+from assay_lab.kv.block_tables import BlockTables
+from assay_lab.kv.blocks import BlockCodec
 from kv.tier_samples import WIDTH, drawn, sample, turned
 
 pytestmark = pytest.mark.engine

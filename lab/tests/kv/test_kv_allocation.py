@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from assay.engines.scoring import Engagement
 from assay.errors import UsageError
+from assay_lab.kv.allocate import allocate, bits_of, placed, predicted_kl
 from assay_lab.kv.cache_bytes import NOTE, measured_bytes
-from assay_lab.kv.sensitivity import allocate, bits_of, placed, predicted_kl
 from assay_lab.kv.spec import parse_spec
 from assay_lab.options import EXACT_BITS, AllocationPlan, AttributionPlan
 

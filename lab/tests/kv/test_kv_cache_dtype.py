@@ -20,8 +20,8 @@ from assay_lab.kv.cache_hook import CodecHook
 from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.layer_coders import LayerCoders
+from assay_lab.kv.rotary import Rotary
 from assay_lab.kv.spec import parse_spec
-from assay_lab.kv.transforms import Rotary
 
 pytestmark = pytest.mark.engine
 

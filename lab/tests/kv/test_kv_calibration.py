@@ -17,16 +17,9 @@ from safetensors.torch import save_file
 from assay.engines.scoring import Window
 from assay.errors import AssayError
 from assay_lab.kv.cache_shape import CacheShape
-from assay_lab.kv.calibration import (
-    Calibration,
-    Sampler,
-    coded_samples,
-    decoded_samples,
-    gram,
-    passages,
-    read_calibration,
-    write_calibration,
-)
+from assay_lab.kv.calibration import Calibration, passages, read_calibration, write_calibration
+from assay_lab.kv.sample_packing import coded_samples, decoded_samples
+from assay_lab.kv.sampler import Sampler, gram
 
 
 def keys(heads: int = 2, tokens: int = 4096, width: int = 128, seed: int = 0) -> torch.Tensor:

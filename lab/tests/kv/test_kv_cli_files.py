@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from assay.cli.main import invoke
-from assay_lab.kv.files import read_kktv, write_kktv
+from assay_lab.kv.kktv import read_kktv, write_kktv
 
 
 @pytest.fixture

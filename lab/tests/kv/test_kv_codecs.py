@@ -228,10 +228,10 @@ def test_bytes_are_what_the_formula_says(
 
 
 def test_boundary_layers_stay_exact() -> None:
-    from assay_lab.kv.codecs.samples import Samples, Site
+    from assay_lab.kv.codecs.samples import LayerStream, Samples
 
     for layer, exact in ((0, True), (1, False), (2, False), (3, True)):
-        codec = parse_recipe("boundary+hadamard").fit(Samples(Site("k", layer, 4, 1, 16)))
+        codec = parse_recipe("boundary+hadamard").fit(Samples(LayerStream("k", layer, 4, 1, 16)))
         assert codec.lossless == exact
 
 
@@ -392,9 +392,9 @@ def test_what_the_decoder_has_makes_codes_shorter() -> None:
     site = SITES["v64"]
     below = tokens(site, 3000, seed=4)
     x = 0.8 * below + 0.2 * tokens(site, 3000, seed=5)
-    codec = parse_recipe("pca(bits=2, predict=below)").fit(Samples(site, x, side=below))
+    codec = parse_recipe("pca(bits=2, predict=below)").fit(Samples(site, x, predictors=below))
     stream = codec.encode(x, below)
-    back = codec.decode(stream, side=below)
+    back = codec.decode(stream, predictors=below)
     rival = parse_recipe("pca(bits=2)").fit(Samples(site, x))
     other = rival.decode(rival.encode(x))
     assert abs(len(stream) / len(rival.encode(x)) - 1) < 0.05
@@ -408,7 +408,7 @@ def test_widths_are_the_best_of_all() -> None:
 
     import numpy as np
 
-    from assay_lab.kv.codecs.pca import allocate
+    from assay_lab.kv.codecs.pca_fixed import allocate
 
     rng = np.random.default_rng(3)
     for budget in range(9):

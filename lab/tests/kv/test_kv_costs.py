@@ -15,13 +15,14 @@ pytest.importorskip("transformers")
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.hf.spec import HfSpec
 from assay_lab.kv.cache_shape import cache_shape
-from assay_lab.kv.calibrate import capture, measure_sensitivity
 from assay_lab.kv.calibration import Calibration, read_calibration
+from assay_lab.kv.capture import capture
 from assay_lab.kv.evaluator import CodecEvaluator, Fitting, Passages, ScoringSetup
 from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.layer_coders import LayerCoders
+from assay_lab.kv.layer_sensitivity import measure_sensitivity
+from assay_lab.kv.rotary import Rotary
 from assay_lab.kv.spec import parse_spec
-from assay_lab.kv.transforms import Rotary
 from kv.test_kv_hook import LENGTH, model, windows
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from assay.errors import UsageError
 from assay.stats import Resampling
-from assay_lab.kv.sensitivity import NoisePlan, longest_run, noise_growth
+from assay_lab.kv.noise_growth import longest_run, noise_growth
+from assay_lab.options import NoisePlan
 
 SIGMAS = [0.003, 0.01, 0.03, 0.1, 0.3]
 

@@ -12,7 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from assay_lab.kv.diagnose import Decoded, diagnose_stream, relative_mse, watch
+from assay_lab.kv.diagnose.capture import Decoded, watch
+from assay_lab.kv.diagnose.stages import relative_mse
+from assay_lab.kv.diagnose.stream import diagnose_stream
 from assay_lab.kv.predictors import last_readers
 from kv.test_kv_hook import model, windows
 from kv.test_kv_sides import SPEC, coders_of, layer_coders_of
@@ -44,11 +46,11 @@ def test_streams_are_predicted_from_what_came_back(spec: str, layers: Any) -> No
                 back[key][window]
                 if key in back
                 else (traffic.keys if key[1] == "k" else traffic.values)[key[0]][window].float()
-                for key in coder.sides
+                for key in coder.predictor_keys
             ]
-            side = torch.cat(near) if near else None
-            streams.append(coder.encode(exact[window], side))
-            parts.append(coder.decode(streams[-1], side=side))
+            predictors = torch.cat(near) if near else None
+            streams.append(coder.encode(exact[window], predictors))
+            parts.append(coder.decode(streams[-1], predictors=predictors))
         back[layer, stream] = torch.stack(parts)
         if coder.lossless:
             assert found["relative_mse"] == 0
@@ -62,4 +64,4 @@ def test_streams_are_predicted_from_what_came_back(spec: str, layers: Any) -> No
         assert found["bits_per_value"] == pytest.approx(bits, rel=0.01)
         # Only what the next layer still needs is held.
         assert all(key[0] >= layer - 1 for key in decoded._held)
-    assert any(coder.sides for coder in coders.values())
+    assert any(coder.predictor_keys for coder in coders.values())

@@ -13,19 +13,17 @@ from codec_cases import SITES, fitted, tokens
 from scipy import stats
 
 from assay.errors import UsageError
-from assay_lab.kv.calibrate import queries_of
-from assay_lab.kv.diagnose import (
-    DiagnosisPlan,
-    Reads,
+from assay_lab.kv.capture import queries_of
+from assay_lab.kv.diagnose.metrics import Reads, output_error, score_error
+from assay_lab.kv.diagnose.stages import (
     coded,
-    collapsed,
     distribution,
     outlier_share,
-    output_error,
     relative_mse,
-    score_error,
     stage_errors,
 )
+from assay_lab.kv.diagnose.verb import collapsed
+from assay_lab.options import DiagnosisPlan
 
 
 def windows(count: int = 2, length: int = 200) -> torch.Tensor:

@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 from codec_cases import SITES
 
 from assay.errors import AssayError
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.samples import LayerStream, Samples
 from assay_lab.kv.codecs.stream import Block, Stream, from_bytes, to_bytes
-from assay_lab.kv.files import read_kktv, write_kktv
+from assay_lab.kv.kktv import read_kktv, write_kktv
 from assay_lab.kv.spec import parse_recipe
 
 GOLDEN = Path(__file__).parent / "kv_streams"
@@ -67,7 +67,7 @@ def test_streams_of_version_0_1_0_decode_to_its_values(name: str) -> None:
     tables = {
         name.removeprefix("table."): t for name, t in found.items() if name.startswith("table.")
     }
-    codec = parse_recipe(str(found["spec"])).restore(Site("k", 1, 4, 2, 24), tables)
+    codec = parse_recipe(str(found["spec"])).restore(LayerStream("k", 1, 4, 2, 24), tables)
     back = codec.decode(found["stream"].tobytes())
     torch.testing.assert_close(back, torch.from_numpy(found["decoded"]), rtol=1e-5, atol=1e-5)
 

@@ -21,7 +21,7 @@ from assay.errors import AssayError, UsageError
 from assay_lab.kv.cache_bytes import check_read, measured_bytes, stream_facts
 from assay_lab.kv.cache_hook import CodecHook, spread
 from assay_lab.kv.cache_shape import cache_shape
-from assay_lab.kv.codecs.samples import Site
+from assay_lab.kv.codecs.samples import LayerStream
 from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.spec import parse_recipe
 
@@ -41,14 +41,14 @@ class Rounding:
     before_rope: bool = False
     lossless: bool = False
     table_bytes: int = 0
-    sides: tuple[Any, ...] = ()
+    predictor_keys: tuple[Any, ...] = ()
 
-    def reconstruct(self, x: Any, side: Any = None) -> Any:
+    def reconstruct(self, x: Any, predictors: Any = None) -> Any:
         # A codec of blocks sees whole blocks only.
         assert x.shape[1] % self.granularity == 0
         return x if self.lossless else torch.round(x / self.step) * self.step
 
-    def encode(self, x: Any, side: Any = None) -> bytes:
+    def encode(self, x: Any, predictors: Any = None) -> bytes:
         tokens = x.shape[1]
         exact = min(tokens, self.exact_first + self.exact_last)
         end = tokens - min(tokens, self.exact_last)
@@ -60,22 +60,22 @@ class Rounding:
             ).float()
         return bytes(x[:, : tokens - exact].numel() + 2 * x[:, :exact].numel())
 
-    def decode(self, stream: bytes, *, side: Any = None) -> Any:
+    def decode(self, stream: bytes, *, predictors: Any = None) -> Any:
         return self.held
 
 
 class Bare(Rounding):
     """What comes back of the stream is a step off what attention read."""
 
-    def decode(self, stream: bytes, *, side: Any = None) -> Any:
+    def decode(self, stream: bytes, *, predictors: Any = None) -> Any:
         return self.held + self.step
 
 
 class Kept(Rounding):
     """The stream holds what it should have coded."""
 
-    def encode(self, x: Any, side: Any = None) -> bytes:
-        written = super().encode(x, side)
+    def encode(self, x: Any, predictors: Any = None) -> bytes:
+        written = super().encode(x, predictors)
         self.held = x.float()
         return written
 
@@ -83,7 +83,7 @@ class Kept(Rounding):
 class Moved(Rounding):
     """Exact tokens come back as others."""
 
-    def decode(self, stream: bytes, *, side: Any = None) -> Any:
+    def decode(self, stream: bytes, *, predictors: Any = None) -> Any:
         return self.held.roll(1, dims=1)
 
 
@@ -384,7 +384,7 @@ def test_the_streams_of_every_codec_give_back_what_attention_read(
     coders = {
         (layer, stream): (
             parse_recipe(spec.replace("block=128", "block=8").replace("block=100", "block=8")).fit(
-                samples(Site(stream, layer, shape.layers, shape.kv_heads, shape.head_dim))
+                samples(LayerStream(stream, layer, shape.layers, shape.kv_heads, shape.head_dim))
             )
         )
         for layer in range(shape.layers)
@@ -402,8 +402,8 @@ def test_measured_windows_are_spread_over_the_run() -> None:
     class Sized(Rounding):
         """A stream as long as the window is bright."""
 
-        def encode(self, x: Any, side: Any = None) -> bytes:
-            super().encode(x, side)
+        def encode(self, x: Any, predictors: Any = None) -> bytes:
+            super().encode(x, predictors)
             return bytes(int(100_000 * x.abs().mean()))
 
     def stored(measure: int, windows_known: int | None) -> list[int]:

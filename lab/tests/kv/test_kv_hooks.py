@@ -19,7 +19,7 @@ from assay_lab.kv.cache_hook import CodecHook
 from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.hook_plan import HookPlan, Mode, hook_spec, path_of
 from assay_lab.kv.layer_coders import LayerCoders
-from assay_lab.kv.transforms import Rotary
+from assay_lab.kv.rotary import Rotary
 from kv.test_kv_hook import LENGTH, model, windows
 
 SPEC: dict[str, Any] = {"codec": "hadamard(bits=4)", "mode": "decode", "length": LENGTH}

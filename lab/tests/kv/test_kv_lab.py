@@ -30,16 +30,18 @@ from assay.verdict import Severity, Verdict
 from assay_lab.kv import evaluator as evaluator_module
 from assay_lab.kv import opening
 from assay_lab.kv import sweep as sweep_module
+from assay_lab.kv.allocate import run_allocate
+from assay_lab.kv.attribute import run_attribute
 from assay_lab.kv.cache_shape import cache_shape
 from assay_lab.kv.eval import run_eval
 from assay_lab.kv.evaluator import CodecEvaluator, Fitting, Passages, ScoringSetup, memory_is_enough
 from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.interruption import Unfinished
 from assay_lab.kv.layer_coders import LayerCoders
+from assay_lab.kv.noise import run_noise
 from assay_lab.kv.opening import Work
-from assay_lab.kv.sensitivity import run_allocate, run_attribute, run_noise
+from assay_lab.kv.rotary import Rotary
 from assay_lab.kv.sweep import run_sweep
-from assay_lab.kv.transforms import Rotary
 from assay_lab.options import AllocationPlan, AttributionPlan, EvalPlan, NoisePlan, SweepPlan
 from kv.test_kv_hook import LAYERS, LENGTH, model, windows
 

@@ -147,8 +147,8 @@ def by_the_laboratory(
     from assay_lab.kv.calibration import read_calibration
     from assay_lab.kv.hook_plan import Mode
     from assay_lab.kv.layer_coders import LayerCoders
+    from assay_lab.kv.rotary import Rotary
     from assay_lab.kv.spec import parse_spec
-    from assay_lab.kv.transforms import Rotary
 
     parsed, length = parse_spec(spec), ids.shape[1] + count
     known = read_calibration(calibration) if calibration else None

@@ -12,11 +12,11 @@ from codec_cases import SITES, tokens
 from scipy import stats
 
 from assay.errors import UsageError
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.samples import LayerStream, Samples
 from assay_lab.kv.spec import parse_recipe
 
 
-def noisy(spec: str, site: Site, x: torch.Tensor) -> torch.Tensor:
+def noisy(spec: str, site: LayerStream, x: torch.Tensor) -> torch.Tensor:
     return parse_recipe(spec).fit(Samples(site)).reconstruct(x)
 
 
@@ -39,7 +39,7 @@ def test_it_is_standard_normal_over_the_rms_of_each_token(sigma: float) -> None:
 
 def test_seed_layer_and_stream_change_it_and_nothing_else_does() -> None:
     x = tokens(SITES["k64"], 50)
-    site = Site("k", 1, 4, 3, 64)
+    site = LayerStream("k", 1, 4, 3, 64)
     first = noisy("noise(sigma=0.1)", site, x)
     assert torch.equal(first, noisy("noise(sigma=0.1)", site, x))
     # Order and company of the tokens do not matter.
@@ -47,8 +47,8 @@ def test_seed_layer_and_stream_change_it_and_nothing_else_does() -> None:
     assert torch.equal(first[:, order], noisy("noise(sigma=0.1)", site, x[:, order]))
     for other, spec in (
         (site, "noise(sigma=0.1, seed=1)"),
-        (Site("v", 1, 4, 3, 64), "noise(sigma=0.1)"),
-        (Site("k", 2, 4, 3, 64), "noise(sigma=0.1)"),
+        (LayerStream("v", 1, 4, 3, 64), "noise(sigma=0.1)"),
+        (LayerStream("k", 2, 4, 3, 64), "noise(sigma=0.1)"),
     ):
         n = noisy(spec, other, x)
         shared = torch.corrcoef(torch.stack([(first - x).flatten(), (n - x).flatten()]))[0, 1]

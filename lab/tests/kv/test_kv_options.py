@@ -55,19 +55,19 @@ ALL_STREAMS = EXPECTED_STREAMS | {"mode": "snapshot"}
         ),
         (
             "noise",
-            "sensitivity:run_noise",
+            "noise:run_noise",
             PASSAGES | STREAMS | {"--mode": "snapshot", "--sigma": "0.1,0.2", "--seed": "7"},
             EXPECTED_PASSAGES | ALL_STREAMS | {"sigmas": (0.1, 0.2), "seed": 7},
         ),
         (
             "diagnose",
-            "diagnose:run_diagnose",
+            "diagnose.verb:run_diagnose",
             PASSAGES | STREAMS | CODEC | {"--queries": "5"},
             EXPECTED_PASSAGES | EXPECTED_STREAMS | EXPECTED_CODEC | {"queries": 5},
         ),
         (
             "attribute",
-            "sensitivity:run_attribute",
+            "attribute:run_attribute",
             PASSAGES | CODEC | {"--skip-layers": "5", "--mode": "decode", "--each": "layer"},
             EXPECTED_PASSAGES
             | EXPECTED_CODEC
@@ -75,7 +75,7 @@ ALL_STREAMS = EXPECTED_STREAMS | {"mode": "snapshot"}
         ),
         (
             "allocate",
-            "sensitivity:run_allocate",
+            "allocate:run_allocate",
             PASSAGES
             | CODEC
             | {"--target-ratio": "4", "--mode": "decode", "--fresh": "9", "--step": "0.5"},

@@ -20,12 +20,12 @@ from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError, UsageError
 from assay_lab.kv.cache_hook import CodecHook
 from assay_lab.kv.cache_shape import cache_shape
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.samples import LayerStream, Samples
 from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.layer_coders import LayerCoders
 from assay_lab.kv.resident import HeldStream, resident_cache
+from assay_lab.kv.rotary import Rotary
 from assay_lab.kv.spec import parse_recipe, parse_spec
-from assay_lab.kv.transforms import Rotary
 
 # Small tensors: threads would only wait for each other.
 torch.set_num_threads(1)
@@ -140,7 +140,7 @@ def expected(coder: Any, x: Any, start: int, end: int, window: int | None) -> An
 @given(chunks=st.lists(st.integers(1, 30), min_size=1, max_size=9))
 @settings(max_examples=10, deadline=None)
 def test_any_chunks_see_what_is_due(spec: str, window: int | None, chunks: list[int]) -> None:
-    coder = parse_recipe(spec).fit(Samples(Site("k", 0, 1, 2, 16)))
+    coder = parse_recipe(spec).fit(Samples(LayerStream("k", 0, 1, 2, 16)))
     coder.coder.block_tokens = 8  # small, so that many blocks fill up and are let go of
     stream = HeldStream(0, coder, None, window, 300)  # type: ignore[arg-type]
     x = torch.randn(2, 2, sum(chunks), 16, generator=torch.Generator().manual_seed(len(chunks)))

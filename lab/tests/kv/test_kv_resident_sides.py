@@ -20,8 +20,9 @@ from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay_lab.kv.cache_hook import CodecHook
 from assay_lab.kv.calibration import Calibration, read_calibration, write_calibration
+from assay_lab.kv.handover import Handover
 from assay_lab.kv.hook_plan import Mode
-from assay_lab.kv.resident import Handover, HeldStream, resident_cache
+from assay_lab.kv.resident import HeldStream, resident_cache
 from kv.predicting import leaning
 from kv.test_kv_hook import LENGTH, model, windows
 from kv.test_kv_sides import SPEC, coders_of, layer_coders_of
@@ -137,7 +138,9 @@ def test_any_chunks_see_what_is_due(
             None,  # type: ignore[arg-type]
             spans[key[0]],
             300,
-            sides=[given_to[side] for side in (coders[key].sides if key in coders else ())],
+            predictors=[
+                given_to[source] for source in (coders[key].predictor_keys if key in coders else ())
+            ],
             handover=given_to.get(key),
         )
         for key in keys
@@ -153,9 +156,13 @@ def test_any_chunks_see_what_is_due(
             coder, wanted = coders.get(key), x[key][..., :end, :].clone()
             back[key] = wanted
             if coder is not None and not coder.lossless:
-                side = torch.cat([back[s] for s in coder.sides], dim=1) if coder.sides else None
+                predictors = (
+                    torch.cat([back[s] for s in coder.predictor_keys], dim=1)
+                    if coder.predictor_keys
+                    else None
+                )
                 whole = [
-                    coder.reconstruct(row, None if side is None else side[i])
+                    coder.reconstruct(row, None if predictors is None else predictors[i])
                     for i, row in enumerate(wanted)
                 ]
                 back[key] = torch.stack(whole)
@@ -178,11 +185,11 @@ def test_any_chunks_see_what_is_due(
 
 
 def _identity(key: tuple[int, str], ends: tuple[int, int]) -> Any:
-    from assay_lab.kv.codecs.samples import Samples, Site
+    from assay_lab.kv.codecs.samples import LayerStream, Samples
     from assay_lab.kv.spec import parse_recipe
 
     coder = parse_recipe(f"sinks(n={ends[0]})+recent(n={ends[1]})+identity").fit(
-        Samples(Site(key[1], key[0], 4, 2, 4))
+        Samples(LayerStream(key[1], key[0], 4, 2, 4))
     )
     coder.coder.block_tokens = 8
     return coder

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay_lab.kv.transforms import Rotary, Rotation
+from assay_lab.kv.rotary import Rotary, Rotation
 
 SMALL = {
     "hidden_size": 64,

@@ -23,18 +23,11 @@ from assay.cli.main import invoke
 from assay.engines.vllm.hooks import HOOK
 from assay.errors import AssayError
 from assay_lab.kv import serve
-from assay_lab.kv.blocks import BlockTables
+from assay_lab.kv.block_tables import BlockTables
 from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay_lab.kv.layer_coders import LayerCoders
-from assay_lab.kv.serve import (
-    ServePlan,
-    check_options,
-    launch_of,
-    needs_history,
-    option,
-    plugin_folder,
-    run_serve,
-)
+from assay_lab.kv.serve import ServePlan, launch_of, plugin_folder, run_serve
+from assay_lab.kv.serve_checks import check_options, needs_history, option
 
 
 @pytest.fixture
@@ -419,9 +412,9 @@ def test_options_of_a_tier_without_one_are_refused(python: str, tmp_path: Path) 
     with pytest.raises(AssayError, match="packed pages hold other codes"):
         ServePlan("m", "pages", tier="stream")
     for size in (float("inf"), 1e308):
-        with pytest.raises(AssayError, match="must be finite"):
+        with pytest.raises(AssayError, match="must be (a )?finite"):
             ServePlan("m", "fp8", tier="stream", tier_size=size)
-    with pytest.raises(AssayError, match="at least 0"):
+    with pytest.raises(AssayError, match="finite number|at least 0"):
         ServePlan("m", "fp8", tier="stream", tier_size=float("nan"))
 
 
@@ -432,7 +425,7 @@ def test_options_of_a_tier_without_one_are_refused(python: str, tmp_path: Path) 
 def test_tables_that_were_damaged_are_made_again(
     calibrated: tuple[Path, Path], checkpoint: Path, tmp_path: Path, damage: str
 ) -> None:
-    from assay_lab.kv.blocks import tables_for
+    from assay_lab.kv.block_tables import tables_for
 
     def again(codec: str = "prerope+pca(bits=2)") -> BlockTables:
         return tables_for(str(calibrated[0]), codec, str(calibrated[1]), tmp_path)

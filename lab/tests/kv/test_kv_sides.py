@@ -19,14 +19,14 @@ from assay.errors import AssayError, UsageError
 from assay_lab.kv.cache_bytes import check_read, stream_facts
 from assay_lab.kv.cache_hook import CodecHook
 from assay_lab.kv.cache_shape import cache_shape
-from assay_lab.kv.calibrate import capture
 from assay_lab.kv.calibration import Calibration
+from assay_lab.kv.capture import capture
 from assay_lab.kv.fitters import fitters, predicts
 from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.layer_coders import CoderSet, LayerCoders
+from assay_lab.kv.live_stream import LiveStream
+from assay_lab.kv.rotary import Rotary
 from assay_lab.kv.spec import parse_spec
-from assay_lab.kv.stream_coder import Track
-from assay_lab.kv.transforms import Rotary
 from kv.predicting import leaning
 from kv.test_kv_hook import LENGTH, model, windows
 
@@ -96,8 +96,12 @@ def test_the_cache_holds_what_a_decoder_makes_of_the_streams(
                 if coder is None:
                     decoded[layer, stream] = x
                     continue
-                side = torch.cat([decoded[key] for key in coder.sides]) if coder.sides else None
-                back = coder.decode(coder.encode(x, side), side=side)
+                predictors = (
+                    torch.cat([decoded[key] for key in coder.predictor_keys])
+                    if coder.predictor_keys
+                    else None
+                )
+                back = coder.decode(coder.encode(x, predictors), predictors=predictors)
                 decoded[layer, stream] = back
                 back = rotation.apply(back) if stream == "k" else back
                 held = cache.layers[layer].keys if stream == "k" else cache.layers[layer].values
@@ -108,18 +112,18 @@ def test_the_cache_holds_what_a_decoder_makes_of_the_streams(
                 assert float(off) < 0.02
     facts = stream_facts(hook.engagement())
     assert all(f.stored > 0 for found in facts.values() for f in found)
-    assert any(coder.sides for coder in coders.values())
+    assert any(coder.predictor_keys for coder in coders.values())
 
 
 def test_what_the_decoder_does_not_have_is_no_side() -> None:
     llama, gemma = layer_coders_of(), layer_coders_of("gemma3")
-    plain = {key: coder.sides for key, coder in coders_of(llama, SPEC).by_stream.items()}
+    plain = {key: coder.predictor_keys for key, coder in coders_of(llama, SPEC).by_stream.items()}
     assert plain[0, "k"] == ()
     assert plain[0, "v"] == ((0, "k"),)
     assert plain[2, "k"] == ((1, "k"), (1, "v"))
     assert plain[2, "v"] == ((1, "k"), (1, "v"), (2, "k"))
     assert gemma.shape.windows == (8, None, 8, None)
-    sliding = {key: coder.sides for key, coder in coders_of(gemma, SPEC).by_stream.items()}
+    sliding = {key: coder.predictor_keys for key, coder in coders_of(gemma, SPEC).by_stream.items()}
     assert sliding[1, "v"] == ((1, "k"),)
     assert sliding[2, "k"] == ((1, "k"), (1, "v"))
 
@@ -135,13 +139,13 @@ def test_prediction_makes_streams_shorter() -> None:
     found = {}
     for predict in ("none", "k"):
         coder = coders_of(known, step.format(predict)).by_stream[1, "v"]
-        side = (
+        predictors = (
             coders_of(known, step.format(predict))
             .by_stream[1, "k"]
             .reconstruct(tensors["layer_1_k"].float())
         )
         found[predict] = len(
-            coder.encode(tensors["layer_1_v"].float(), side if coder.sides else None)
+            coder.encode(tensors["layer_1_v"].float(), predictors if coder.predictor_keys else None)
         )
     assert found["k"] < 0.7 * found["none"]
 
@@ -200,16 +204,16 @@ def test_a_predicted_stream_may_fall_on_other_levels_and_must_err_as_much_as_wha
     None
 ):
     draw = torch.Generator().manual_seed(0)
-    x, side = (torch.randn(1, 2, 200, 4, generator=draw) for _ in range(2))
-    track = Track((1, "v"), leaning((1, "v"), ((0, "v"),)), None)
+    x, predictors = (torch.randn(1, 2, 200, 4, generator=draw) for _ in range(2))
+    track = LiveStream((1, "v"), leaning((1, "v"), ((0, "v"),)), None)
     track.append(x)
     track.mark(200)
-    same, other = (track.coder.reconstruct(x[0], side[0] + shift) for shift in (0.0, 0.3))  # type: ignore[union-attr]
+    same, other = (track.coder.reconstruct(x[0], predictors[0] + shift) for shift in (0.0, 0.3))  # type: ignore[union-attr]
     assert ((same - other).square().sum() > 0.5 * (same - x[0]).square().sum()).item()
     for read in (same, other):
-        found, _ = track.facts(0, 0, side[0], read)
+        found, _ = track.facts(0, 0, predictors[0], read)
         check_read((1, "v"), [found])
     for wrong in (x[0], same + 0.25, torch.zeros_like(same)):
-        found, _ = track.facts(0, 0, side[0], wrong)
+        found, _ = track.facts(0, 0, predictors[0], wrong)
         with pytest.raises(AssayError, match="does not give back what attention read"):
             check_read((1, "v"), [found])

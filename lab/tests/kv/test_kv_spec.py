@@ -7,8 +7,9 @@ import pytest
 pytest.importorskip("torch")
 
 from assay.errors import UsageError
+from assay_lab.kv.codecs.base import Capabilities, Codec
 from assay_lab.kv.codecs.hadamard import Hadamard
-from assay_lab.kv.codecs.samples import Site
+from assay_lab.kv.codecs.samples import LayerStream
 from assay_lab.kv.spec import (
     CODECS,
     WRAPPERS,
@@ -104,4 +105,38 @@ def test_other_parameters_are_checked_too() -> None:
     assert with_parameters(recipe.codec, {"bits": 3.0}) == Hadamard(bits=3.0)
     with pytest.raises(UsageError):
         with_parameters(recipe.codec, {"bits": 99.0})
-    assert Site("k", 0, 1, 3, 64).width == 192
+    assert LayerStream("k", 0, 1, 3, 64).width == 192
+
+
+@pytest.mark.parametrize(
+    ("spec", "token_by_token", "entropy_coded", "in_tier"),
+    [
+        ("hadamard(bits=4)", True, False, False),
+        ("lattice", True, False, False),
+        ("int", False, False, False),
+        ("int(axis=token,residual=0)", True, False, False),
+        ("kakeya", False, False, False),
+        ("pca(bits=3)", True, True, True),
+        ("prerope+sinks(n=4)+pca(bits=3)", True, True, True),
+        ("pca(bits=3,trellis=8)", True, True, False),
+        ("pca(bits=3,coding=fixed)", True, False, False),
+        ("mean+pca(bits=3)", True, True, False),
+        ("mean(of=block)+hadamard(bits=4)", False, False, False),
+    ],
+)
+def test_a_codec_says_itself_what_it_can_do(
+    spec: str, token_by_token: bool, entropy_coded: bool, in_tier: bool
+) -> None:
+    found = parse_recipe(spec).capabilities
+    assert found.token_by_token is token_by_token
+    assert found.entropy_coded is entropy_coded
+    assert (not found.not_in_tier) is in_tier
+
+
+def test_a_codec_of_a_plug_in_that_says_nothing_can_nothing() -> None:
+    class Plain(Hadamard):
+        name = "plain"
+        capabilities = Codec.capabilities
+
+    found = Plain().capabilities
+    assert found == Capabilities(not_in_tier="plain is not entropy-coded")

@@ -10,13 +10,13 @@ from codec_cases import SITES, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay_lab.kv.codecs.kakeya import (
+from assay_lab.kv.codecs.kakeya.components import (
     _sketch,
-    eigh_batched,
     random_basis,
     random_basis_of_grams,
     ranks,
 )
+from assay_lab.kv.codecs.kakeya.eigen import eigh_batched
 
 
 @settings(max_examples=10, deadline=None)

@@ -20,8 +20,8 @@ from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import Window
 from assay.engines.vllm.path import packages_alone
 from assay_lab.kv.cache_shape import cache_shape
-from assay_lab.kv.calibrate import capture
 from assay_lab.kv.calibration import Calibration, write_calibration
+from assay_lab.kv.capture import capture
 from kv.kv_vllm_inside import FROM, HADAMARD, LENGTH, PREDICT, job, kl, predicted, streams_of
 
 pytestmark = pytest.mark.engine

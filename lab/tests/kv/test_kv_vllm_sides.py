@@ -157,11 +157,13 @@ def all_of(
     coders: dict[Any, Any] = {}
     for layer, stream in KEYS:
         below = [(layer - 1, s) for s in "kv" if layer]
-        sides = (*below, *([(layer, "k")] if stream == "v" else []))
+        predictor_keys = (*below, *([(layer, "k")] if stream == "v" else []))
         if (layer, stream) in lossless:
             coders[layer, stream] = Rounding(lossless=True, exact_last=2)
         elif (layer, stream) not in exact:
-            coders[layer, stream] = leaning((layer, stream), tuple(sides), first=first, last=last)
+            coders[layer, stream] = leaning(
+                (layer, stream), tuple(predictor_keys), first=first, last=last
+            )
     return coders
 
 

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 from assay.errors import AssayError, UsageError
 from assay_lab.kv.eval import run_eval
+from assay_lab.kv.packed_eval import run_packed
 from assay_lab.kv.pages import CODEC
 from assay_lab.kv.pages import layout as lay
 from assay_lab.kv.pages.source import Source, check_model, shape_of
@@ -404,7 +405,7 @@ def test_pages_are_graded_in_vllm_with_a_calibration_alone() -> None:
         EvalPlan("vllm:model", CODEC, text=("x",)),
     ):
         with pytest.raises(UsageError, match="in vLLM, with a calibration"):
-            run_eval(plan)
+            run_packed(plan)
     with pytest.raises(AssayError, match="no parameters"):
         run_eval(EvalPlan("vllm:model", "prerope+pages", text=("x",), calibration="c"))
     with pytest.raises(AssayError, match="all tokens in all layers"):
@@ -432,7 +433,7 @@ def test_pages_of_other_heads_or_beside_another_cache_are_not_graded(tmp_path: P
         ("model?kv_cache_dtype=fp8", "kv_cache_dtype changes"),
     ):
         with pytest.raises(AssayError, match=said):
-            run_eval(
+            run_packed(
                 EvalPlan(
                     f"vllm:{tmp_path}/{model}", CODEC, text=("x",), calibration=str(tmp_path / "c")
                 )

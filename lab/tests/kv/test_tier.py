@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.errors import AssayError
-from assay_lab.kv.blocks import BlockCodec, BlockRefused
+from assay_lab.kv.block_errors import BlockRefused
+from assay_lab.kv.blocks import BlockCodec
 from assay_lab.kv.tier import store as tier_store
 from assay_lab.kv.tier.lmcache import LmcacheSerde
 from assay_lab.kv.tier.scheduler import Load, Save, TierScheduler, keys_of

@@ -21,7 +21,7 @@ pytest.importorskip("numba")
 
 from assay.demo import vllm_python
 from assay.serving.launch import free_port
-from assay_lab.kv.blocks import tables_for
+from assay_lab.kv.block_tables import tables_for
 from assay_lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay_lab.kv.serve import plugin_folder
 from kv.tier_samples import drawn, sample

@@ -8,12 +8,12 @@ from functools import cache
 import torch
 
 from assay_lab.kv import blocks as kv_blocks
-from assay_lab.kv.blocks import BlockTables
+from assay_lab.kv.block_tables import BlockTables
 from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.calibration import Calibration
 from assay_lab.kv.layer_coders import CoderSet, LayerCoders
+from assay_lab.kv.rotary import Rotary, Rotation
 from assay_lab.kv.spec import parse_spec
-from assay_lab.kv.transforms import Rotary, Rotation
 
 LAYERS, HEADS, DIM = 3, 2, 16
 WIDTH = HEADS * DIM

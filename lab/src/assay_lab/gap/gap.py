@@ -26,42 +26,23 @@ from assay_lab.gap.buckets import (
     own_effect,
     ratio,
 )
-from assay_lab.gap.outcome import (
-    Check,
-    CodecGap,
-    Floors,
-    Outcome,
-    Proposal,
-    check_step,
-    check_sum,
-    judged,
-    measure_proposals,
-    proposals,
-    repeated,
-    repeated_nll,
-)
-from assay_lab.gap.phases import (
-    Bench,
-    NoiseCurve,
-    attribute,
-    curve,
-    effects_json,
-    kl_at,
-    measure_direct,
-    measure_harness,
-    measure_layers,
-    measure_noise,
-    measure_switches,
-    measure_tables,
-    relative_error,
-    residuals,
-    sigmas_of,
-    steps_of,
-    switches,
-    tables_json,
-)
-from assay_lab.gap.plan import Configuration, Corners, GapPlan, Step, must_be_tried
-from assay_lab.gap.report import blocks, findings_of, headline, measured_table, verdict_of
+from assay_lab.gap.checks import Check, check_step, check_sum
+from assay_lab.gap.configuration import Configuration, Corners
+from assay_lab.gap.engine_steps import Step
+from assay_lab.gap.floors import Floors, repeated, repeated_nll
+from assay_lab.gap.phases.harness import effects_json, measure_harness, measure_tables, tables_json
+from assay_lab.gap.phases.layers import attribute, measure_layers
+from assay_lab.gap.phases.noise import NoiseCurve, curve, kl_at, measure_noise, sigmas_of
+from assay_lab.gap.phases.path import measure_direct, steps_of
+from assay_lab.gap.phases.residuals import relative_error, residuals
+from assay_lab.gap.phases.switches import measure_switches, switches
+from assay_lab.gap.plan import GapPlan
+from assay_lab.gap.preflight import must_be_tried
+from assay_lab.gap.proposals import Proposal, measure_proposals, proposals
+from assay_lab.gap.report import blocks, headline, measured_table
+from assay_lab.gap.result import CodecGap, GapResult, judged
+from assay_lab.gap.run_cache import RunCache
+from assay_lab.gap.verdict import findings_of, verdict_of
 from assay_lab.kv.cache_bytes import NOTE
 from assay_lab.kv.interruption import Unfinished
 from assay_lab.kv.measured import Measured
@@ -121,83 +102,89 @@ class Runs:
         return int(self.path["codec"].engagement.notes[NOTE]["cache"]["layers"])
 
 
-def measure_all(bench: Bench, runs: Runs) -> None:
+def measure_all(run_cache: RunCache, runs: Runs) -> None:
     """The reference, the candidate, what lies between them, and both ends once more; each engine's
     phases with it.
     """
-    plan, corners = bench.plan, Corners(bench.plan)
+    plan, corners = run_cache.plan, Corners(run_cache.plan)
     if plan.codec and must_be_tried(
         plan.candidate
     ):  # now, not when all that needs the reference has been scored
-        bench.try_out(corners.with_codec(plan.candidate))
-    _measure_path(bench, corners, runs)
+        run_cache.try_out(corners.with_codec(plan.candidate))
+    _measure_path(run_cache, corners, runs)
     other = Configuration(plan.candidate, plan.base, other_batch=True)
-    if bench.states(plan.candidate):
-        runs.path["floor.candidate"] = bench.measure(other, corners.candidate)
-    _phases(bench, corners, "candidate", runs)
-    if plan.codec and bench.affords("recommendations", "what would make it smaller", 6, CLOSING):
-        _proposals(bench, corners, runs)
-    runs.steps = steps_of(bench, corners)
+    if run_cache.states(plan.candidate):
+        runs.path["floor.candidate"] = run_cache.measure(other, corners.candidate)
+    _phases(run_cache, corners, "candidate", runs)
+    if plan.codec and run_cache.affords(
+        "recommendations", "what would make it smaller", 6, CLOSING
+    ):
+        _proposals(run_cache, corners, runs)
+    runs.steps = steps_of(run_cache, corners)
     for step in runs.steps[:-1]:
-        runs.between[step.name] = bench.measure(
+        runs.between[step.name] = run_cache.measure(
             Configuration(step.engine, plan.base), corners.reference
         )
     single = "single switches", "what one option of an engine does alone"
-    if plan.wants(1) and bench.affords(*single, 3, CLOSING):
-        measure_direct(bench, runs.steps[:-1], runs.direct)
-        possible = switches(plan.reference, plan.candidate, runs.steps, bench.facts)
-        measure_switches(bench, possible, runs.switched, runs.skipped)
+    if plan.wants(1) and run_cache.affords(*single, 3, CLOSING):
+        measure_direct(run_cache, runs.steps[:-1], runs.direct)
+        possible = switches(plan.reference, plan.candidate, runs.steps, run_cache.facts)
+        measure_switches(run_cache, possible, runs.switched, runs.skipped)
     # Both ends once more, in a run of their own: engines opened anew, windows in reverse, another
     # batch.
     again = Configuration(plan.reference, plan.mode, again=True)
-    bench.anchor(again)
+    run_cache.anchor(again)
     other = Configuration(plan.reference, plan.base, other_batch=True)
-    runs.path["floor.reference"] = bench.measure(other, corners.reference)
-    if bench.engine(plan.reference).ability.hooks:
+    runs.path["floor.reference"] = run_cache.measure(other, corners.reference)
+    if run_cache.engine(plan.reference).ability.hooks:
         noise = Configuration(plan.reference, plan.base, rounding=True)
-        runs.path["floor.rounding"] = bench.measure(noise, corners.reference)
-    _phases(bench, corners, "reference", runs)
-    fresh = plan.wants(1) and len(bench.windows["fresh"]) >= 2
-    fresh = fresh and bench.affords("fresh windows", "whether the sum holds on other text", 2, LAST)
+        runs.path["floor.rounding"] = run_cache.measure(noise, corners.reference)
+    _phases(run_cache, corners, "reference", runs)
+    fresh = plan.wants(1) and len(run_cache.windows["fresh"]) >= 2
+    fresh = fresh and run_cache.affords(
+        "fresh windows", "whether the sum holds on other text", 2, LAST
+    )
     if fresh:
-        bench.anchor(corners.reference, "fresh")
-    runs.total = bench.measure(corners.with_codec(plan.candidate, plan.mode, again=True), again)
+        run_cache.anchor(corners.reference, "fresh")
+    runs.total = run_cache.measure(corners.with_codec(plan.candidate, plan.mode, again=True), again)
     repeat = "checks by a direct run", "whether steps measured directly agree with the sum"
-    if plan.wants(1) and bench.affords(*repeat, len(runs.steps)):
-        measure_direct(bench, runs.steps, runs.direct)
-    if fresh and bench.affords("fresh windows", "whether the sum holds on other text", 2):
-        runs.fresh = bench.measure(corners.with_codec(plan.candidate), corners.reference, "fresh")
+    if plan.wants(1) and run_cache.affords(*repeat, len(runs.steps)):
+        measure_direct(run_cache, runs.steps, runs.direct)
+    if fresh and run_cache.affords("fresh windows", "whether the sum holds on other text", 2):
+        runs.fresh = run_cache.measure(
+            corners.with_codec(plan.candidate), corners.reference, "fresh"
+        )
 
 
-def _measure_path(bench: Bench, corners: Corners, runs: Runs) -> None:
+def _measure_path(run_cache: RunCache, corners: Corners, runs: Runs) -> None:
     """What the buckets are made of: the codec on the reference, then the candidate without it and
     with it.
     """
-    plan, ref, cand, path = bench.plan, corners.reference, corners.candidate, runs.path
-    bench.anchor(ref)
+    plan, ref, cand, path = run_cache.plan, corners.reference, corners.candidate, runs.path
+    run_cache.anchor(ref)
     if plan.codec:
-        path["codec"] = bench.measure(
+        path["codec"] = run_cache.measure(
             corners.with_codec(plan.reference, measured=plan.measured), ref
         )
         if plan.mode != plan.base:
-            bench.anchor(Configuration(plan.reference, plan.mode))
-    if bench.states(plan.candidate):
-        bench.anchor(cand)
-        path["candidate"] = bench.between(ref, cand)
+            run_cache.anchor(Configuration(plan.reference, plan.mode))
+    if run_cache.states(plan.candidate):
+        run_cache.anchor(cand)
+        path["candidate"] = run_cache.between(ref, cand)
     else:
-        path["candidate"] = bench.measure(cand, ref)
+        path["candidate"] = run_cache.measure(cand, ref)
     if plan.codec:
-        path["both"] = bench.measure(corners.with_codec(plan.candidate), ref)
+        path["both"] = run_cache.measure(corners.with_codec(plan.candidate), ref)
         with_codec = corners.with_codec(plan.candidate, measured=plan.measured)
-        path["codec.candidate"] = bench.measure(with_codec, cand)
+        path["codec.candidate"] = run_cache.measure(with_codec, cand)
         if plan.mode != plan.base:
             asked = corners.with_codec(plan.candidate, plan.mode, measured=plan.measured)
-            path["asked"] = bench.measure(asked, Configuration(plan.reference, plan.mode))
+            path["asked"] = run_cache.measure(asked, Configuration(plan.reference, plan.mode))
 
 
-def _phases(bench: Bench, corners: Corners, side: str, runs: Runs) -> None:
+def _phases(run_cache: RunCache, corners: Corners, side: str, runs: Runs) -> None:
     """The phases of one engine that were asked for."""
-    plan, found = bench.plan, runs.sides[side]
+    plan, found = run_cache.plan, runs.sides[side]
     if not plan.codec:
         return
     engine = getattr(plan, side)
@@ -205,47 +192,47 @@ def _phases(bench: Bench, corners: Corners, side: str, runs: Runs) -> None:
 
     def wants(phase: int, count: int) -> bool:
         name = f"{PHASES[phase]} of the {side}"
-        return plan.wants(phase) and bench.affords(name, name, count, reserve)
+        return plan.wants(phase) and run_cache.affords(name, name, count, reserve)
 
     if wants(4, plan.groups or runs.layers):
-        measure_layers(bench, corners, engine, runs.layers, found.alone)
+        measure_layers(run_cache, corners, engine, runs.layers, found.alone)
     if wants(3, len(plan.sweep)):
         # Both engines get the same noise: that of the codec's error on the reference.
         sigmas = sigmas_of(relative_error(runs.path["codec"]), plan.sweep)
-        measure_noise(bench, corners, engine, sigmas, found.noise)
+        measure_noise(run_cache, corners, engine, sigmas, found.noise)
     if wants(5, 7):
-        refused = measure_harness(bench, corners, engine, found.harness)
+        refused = measure_harness(run_cache, corners, engine, found.harness)
         runs.skipped |= {f"{label_of(engine)}: {name}": why for name, why in refused.items()}
     if plan.wants(6):
         if plan.calibration and plan.other_calibration:
             if wants(6, 2):
-                measure_tables(bench, corners, engine, found.tables)
+                measure_tables(run_cache, corners, engine, found.tables)
         else:
             runs.skipped["calibration"] = (
                 "give the tables of both engines: --calibration and --other-calibration"
             )
 
 
-def _proposals(bench: Bench, corners: Corners, runs: Runs) -> None:
-    if len(bench.windows["fresh"]) < 2:
+def _proposals(run_cache: RunCache, corners: Corners, runs: Runs) -> None:
+    if len(run_cache.windows["fresh"]) < 2:
         runs.skipped["recommendations"] = (
             "no windows are left that took no part in the decomposition"
         )
         return
     alone, joint = runs.sides["candidate"].alone, runs.path["codec.candidate"]
     runs.proposals = proposals(corners, alone, joint, runs.layers)
-    refused = measure_proposals(bench, corners, runs.proposals, runs.proposed)
+    refused = measure_proposals(run_cache, corners, runs.proposals, runs.proposed)
     runs.skipped |= {f"recommendation: {name}": why for name, why in refused.items()}
 
 
 # From what was scored to what was found.
 
 
-def outcome_of(bench: Bench, runs: Runs) -> Outcome:
+def outcome_of(run_cache: RunCache, runs: Runs) -> GapResult:
     """Buckets, floors, phases and recommendations. What was not measured is left out; the path must
     have been.
     """
-    plan, corners, path = bench.plan, Corners(bench.plan), runs.path
+    plan, corners, path = run_cache.plan, Corners(run_cache.plan), runs.path
     sums = _sums(runs)
     floors = Floors(*(own_effect(path[n].seen) if n in path else None for n in _FLOORS))
     d = _decomposition(plan, corners, runs, sums)
@@ -256,14 +243,14 @@ def outcome_of(bench: Bench, runs: Runs) -> Outcome:
         if found.noise
     }
     specs = {"reference": plan.reference, "candidate": plan.candidate}
-    facts = {side: bench.facts.get(spec, {}) for side, spec in specs.items()}
+    facts = {side: run_cache.facts.get(spec, {}) for side, spec in specs.items()}
     size = path.get("asked", path.get("codec.candidate"))
     anchored = next(measured.seen for name, measured in path.items() if name not in _FLOORS)
     gap = None
     if plan.codec:
         own, other = sums["codec"], sums["codec.candidate"]
         gap = CodecGap(effect(own), effect(other), effect(other - own))
-    return Outcome(
+    return GapResult(
         plan=plan,
         decomposition=d,
         floors=floors,
@@ -273,7 +260,10 @@ def outcome_of(bench: Bench, runs: Runs) -> Outcome:
         checks=_checks(runs, d, floors),
         same=corners.self_test,
         setup=setup_differences(*(facts[s].get("setup", {}) for s in SIDES)),
-        text={**bench.text, "ppl_reference": math.exp(float(pooled(anchored, "nll_ref").mean()))},
+        text={
+            **run_cache.text,
+            "ppl_reference": math.exp(float(pooled(anchored, "nll_ref").mean())),
+        },
         engines=facts,
         bytes=size.bytes.to_json() if size and size.bytes else None,
         switches=[
@@ -394,22 +384,22 @@ def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
         subject["codec"] = plan.codec
     Corners(plan).preflight()
     begin_run(["gap", plan.facts()])
-    bench, runs = Bench(plan, progress), Runs()
-    with Unfinished(lambda: bench.measured, bench.budget) as cut, bench:
-        measure_all(bench, runs)
-    notices = [*cut.findings("gap"), *bench.budget.findings(), *bench.notices()]
+    run_cache, runs = RunCache(plan, progress), Runs()
+    with Unfinished(lambda: run_cache.measured, run_cache.budget) as cut, run_cache:
+        measure_all(run_cache, runs)
+    notices = [*cut.findings("gap"), *run_cache.budget.findings(), *run_cache.notices()]
     try:
-        outcome = outcome_of(bench, runs)
+        outcome = outcome_of(run_cache, runs)
     except (KeyError, AssayError):
         if not cut:
             raise
-        measured = {name: own_effect(m.seen) for name, m in bench.measured.items()}
+        measured = {name: own_effect(m.seen) for name, m in run_cache.measured.items()}
         return Report(
             "gap",
             cut.verdict(Verdict.INCONCLUSIVE),
             subject,
             notices,
-            {"measured": measured} | bench.budget.results(),
+            {"measured": measured} | run_cache.budget.results(),
             environment=describe(),
             blocks=[measured_table(measured)] if measured else [],
             interrupted=cut.interrupted,
@@ -420,11 +410,11 @@ def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
         verdict=cut.verdict(verdict_of(outcome)),
         subject=subject,
         findings=[*notices, *findings_of(outcome)],
-        results=outcome.to_json() | bench.budget.results(),
+        results=outcome.to_json() | run_cache.budget.results(),
         environment=describe(),
         headline=headline(outcome),
         blocks=blocks(outcome),
         interrupted=cut.interrupted,
         summary=f"{label_of(plan.candidate)}{f' with {plan.codec}' if plan.codec else ''} against "
-        f"{label_of(plan.reference)}, {bench.plan.mode}",
+        f"{label_of(plan.reference)}, {run_cache.plan.mode}",
     )

@@ -1,44 +1,30 @@
-"""A decomposition as it is shown: headline, tables and charts; its findings and its verdict."""
+"""The figures, tables and charts of a decomposition."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from assay.fidelity.compare_report import implausible
 from assay.stats import Interval
-from assay.stats.resolution import windows_needed
-from assay.verdict import (
-    Band,
-    Block,
-    Chart,
-    Finding,
-    Metric,
-    Point,
-    Series,
-    Severity,
-    Table,
-    Verdict,
-)
+from assay.verdict import Band, Block, Chart, Metric, Point, Series, Table
 from assay_lab.gap.buckets import Amount, Bucket, Effect
-from assay_lab.gap.outcome import CAUSE_SHARE, Check, Outcome, Place, dppl, place
-from assay_lab.gap.plan import engine_name
+from assay_lab.gap.checks import Check
+from assay_lab.gap.result import CAUSE_SHARE, GapResult, dppl
 
 
-def headline(outcome: Outcome) -> list[Metric]:
+def headline(outcome: GapResult) -> list[Metric]:
     """The few figures that are read first."""
     d = outcome.decomposition
     figures = [
-        Metric("total", f"KL {_span(d.total.kl)} nats, Δppl {_dppl(d.total.dnll)}"),
+        Metric("total", f"KL {span_text(d.total.kl)} nats, Δppl {dppl_text(d.total.dnll)}"),
         Metric("causes", ", ".join(outcome.causes) or "none is certain"),
     ]
     if d.repeatability:
-        again = f"KL {_span(d.repeatability.kl, plus=True)} nats"
+        again = f"KL {span_text(d.repeatability.kl, plus=True)} nats"
         figures.append(Metric("repeatability", f"{again} when both ends are measured once more"))
     if outcome.codec_gap:
         gap = outcome.codec_gap.gap
-        text = f"ΔNLL {_span(gap.dnll, plus=True)}, KL {_span(gap.kl, plus=True)} nats"
+        text = f"ΔNLL {span_text(gap.dnll, plus=True)}, KL {span_text(gap.kl, plus=True)} nats"
         figures.append(Metric("codec, candidate − reference", text))
     figures.append(Metric("scored", f"{d.tokens:,} tokens in {d.windows} windows"))
     if outcome.bytes:
@@ -46,7 +32,7 @@ def headline(outcome: Outcome) -> list[Metric]:
     return figures
 
 
-def blocks(outcome: Outcome) -> list[Block]:
+def blocks(outcome: GapResult) -> list[Block]:
     """Everything under the headline."""
     parts = (
         _buckets,
@@ -66,16 +52,17 @@ def blocks(outcome: Outcome) -> list[Block]:
 
 def measured_table(measured: Mapping[str, Effect]) -> Table:
     """What an interrupted run has measured before its buckets were known."""
-    rows = [[name, _span(e.kl), _span(e.dnll, plus=True)] for name, e in measured.items()]
+    rows = [[name, span_text(e.kl), span_text(e.dnll, plus=True)] for name, e in measured.items()]
     return Table("What was measured", ("configuration", "KL (nats)", "ΔNLL (nats)"), rows)
 
 
-def _span(
+def span_text(
     found: Amount | Interval | Mapping[str, float] | None,
     *,
     plus: bool = False,
     digits: str = ".3g",
 ) -> str:
+    """A value with its interval; a dash where there is none."""
     if found is None:
         return "–"
     value, lo, hi = (
@@ -87,15 +74,16 @@ def _span(
     return f"{value:{form}} [{lo:{form}}, {hi:{form}}]"
 
 
-def _dppl(amount: Amount) -> str:
-    return _span(dppl(amount), plus=True, digits=".2f").replace(" [", " % [")
+def dppl_text(amount: Amount) -> str:
+    """Δppl in per cent with its interval."""
+    return span_text(dppl(amount), plus=True, digits=".2f").replace(" [", " % [")
 
 
 def _share(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:+.1f} %"
 
 
-def _buckets(outcome: Outcome) -> list[Block]:
+def _buckets(outcome: GapResult) -> list[Block]:
     d = outcome.decomposition
     rows = [
         _row(b, outcome.causes, indent)
@@ -106,7 +94,7 @@ def _buckets(outcome: Outcome) -> list[Block]:
     for name, found in ends.items():
         if found:
             rows.append(
-                [name, _span(found.kl, plus=True), "", _span(found.dnll, plus=True), "", ""]
+                [name, span_text(found.kl, plus=True), "", span_text(found.dnll, plus=True), "", ""]
             )
     return [
         Table(
@@ -126,23 +114,23 @@ def _buckets(outcome: Outcome) -> list[Block]:
 def _row(bucket: Bucket, causes: Sequence[str], indent: str) -> list[str]:
     return [
         indent + bucket.name,
-        _span(bucket.effect.kl, plus=True),
+        span_text(bucket.effect.kl, plus=True),
         _share(bucket.share_kl),
-        _span(bucket.effect.dnll, plus=True),
+        span_text(bucket.effect.dnll, plus=True),
         _share(bucket.share),
         bucket.note
         or ("yes" if bucket.name in causes else "too small" if bucket.separated else "no"),
     ]
 
 
-def _checks(outcome: Outcome) -> list[Block]:
+def _checks(outcome: GapResult) -> list[Block]:
     names = {"kl": "KL", "dnll": "ΔNLL"}
     rows = [
         [
             c.name,
             names[c.quantity],
-            _span(c.predicted, plus=True),
-            _span(c.measured, plus=True),
+            span_text(c.predicted, plus=True),
+            span_text(c.measured, plus=True),
             _held(c),
         ]
         for c in outcome.checks
@@ -164,11 +152,11 @@ def _held(check: Check) -> str:
     return (
         "yes"
         if check.holds
-        else f"no: off by {_span(check.difference, plus=True)}, allowed {check.bound:.2g}"
+        else f"no: off by {span_text(check.difference, plus=True)}, allowed {check.bound:.2g}"
     )
 
 
-def _waterfall(outcome: Outcome) -> list[Block]:
+def _waterfall(outcome: GapResult) -> list[Block]:
     d = outcome.decomposition
     # A single bucket says nothing: its parts do.
     shown = d.buckets[0].parts if len(d.buckets) == 1 and d.buckets[0].parts else d.buckets
@@ -190,7 +178,7 @@ def _waterfall(outcome: Outcome) -> list[Block]:
     ]
 
 
-def _orders(outcome: Outcome) -> list[Block]:
+def _orders(outcome: GapResult) -> list[Block]:
     names = {
         "engine_first": "engine, then codec",
         "codec_first": "codec, then engine",
@@ -199,8 +187,8 @@ def _orders(outcome: Outcome) -> list[Block]:
     rows = [
         [
             title,
-            *(_span(found[f].kl, plus=True) for f in factors),
-            *(_span(found[f].dnll, plus=True) for f in factors),
+            *(span_text(found[f].kl, plus=True) for f in factors),
+            *(span_text(found[f].dnll, plus=True) for f in factors),
         ]
         for order, title in names.items()
         if (found := outcome.decomposition.orders.get(order)) and (factors := ("engine", "codec"))
@@ -215,15 +203,17 @@ def _orders(outcome: Outcome) -> list[Block]:
     return [Table("Both orders", columns, rows, note=note)]
 
 
-def _floors(outcome: Outcome) -> list[Block]:
+def _floors(outcome: GapResult) -> list[Block]:
     floors = outcome.floors
     named = {
         "reference, another batch": floors.reference,
         "candidate, another batch": floors.candidate,
         "bf16 rounding after every layer": floors.rounding,
     }
-    rows = [[name, _span(e.kl), _span(e.dnll, plus=True)] for name, e in named.items() if e]
-    rows += [[f"switched alone: {s['name']}", _span(s["kl"]), _span(s)] for s in outcome.switches]
+    rows = [[name, span_text(e.kl), span_text(e.dnll, plus=True)] for name, e in named.items() if e]
+    rows += [
+        [f"switched alone: {s['name']}", span_text(s["kl"]), span_text(s)] for s in outcome.switches
+    ]
     if not rows:
         return []
     note = (
@@ -240,7 +230,7 @@ def _floors(outcome: Outcome) -> list[Block]:
     ]
 
 
-def _layers(outcome: Outcome) -> list[Block]:
+def _layers(outcome: GapResult) -> list[Block]:
     if not outcome.layers:
         return []
     series = [
@@ -258,9 +248,9 @@ def _layers(outcome: Outcome) -> list[Block]:
     rows = [
         [
             side,
-            _span(found.joint.kl),
+            span_text(found.joint.kl),
             f"{sum(p.effect.kl.value for p in found.parts):.3g}",
-            _span(found.additivity, digits=".2f"),
+            span_text(found.additivity, digits=".2f"),
         ]
         for side, found in outcome.layers.items()
     ]
@@ -271,7 +261,7 @@ def _layers(outcome: Outcome) -> list[Block]:
     ]
 
 
-def _noise(outcome: Outcome) -> list[Block]:
+def _noise(outcome: GapResult) -> list[Block]:
     if not outcome.noise:
         return []
     series = [
@@ -321,7 +311,7 @@ def _noise(outcome: Outcome) -> list[Block]:
     ]
 
 
-def _residual(outcome: Outcome) -> list[Block]:
+def _residual(outcome: GapResult) -> list[Block]:
     found = [r for r in outcome.residuals if r.error_ratio is not None]
     if not found:
         return []
@@ -333,8 +323,8 @@ def _residual(outcome: Outcome) -> list[Block]:
             f"{r.layer}.{r.stream}",
             f"{r.relative_reference:.4f}",
             f"{r.relative_candidate:.4f}",
-            _span(r.power_ratio, digits=".4f"),
-            _span(r.error_ratio, digits=".4f"),
+            span_text(r.power_ratio, digits=".4f"),
+            span_text(r.error_ratio, digits=".4f"),
             f"{r.equal_streams} of {r.windows}",
         ]
         for r in worst
@@ -358,7 +348,7 @@ def _residual(outcome: Outcome) -> list[Block]:
     ]
 
 
-def _harness(outcome: Outcome) -> list[Block]:
+def _harness(outcome: GapResult) -> list[Block]:
     return _effects(
         "The codec by every way of measuring",
         "how",
@@ -375,7 +365,7 @@ _TABLES = {
 }
 
 
-def _tables(outcome: Outcome) -> list[Block]:
+def _tables(outcome: GapResult) -> list[Block]:
     return _effects(
         "The codec with the tables of either engine",
         "tables",
@@ -393,7 +383,7 @@ def _effects(
     title: str, what: str, entries: Sequence[tuple[str, str, Mapping[str, Any]]], note: str
 ) -> list[Block]:
     """A table of effects by engine and by `what`; none where nothing was measured."""
-    rows = [[side, name, _span(entry["kl"]), _span(entry)] for side, name, entry in entries]
+    rows = [[side, name, span_text(entry["kl"]), span_text(entry)] for side, name, entry in entries]
     return (
         [Table(title, ("engine", what, "KL (nats)", "ΔNLL (nats)"), rows, note=note)]
         if rows
@@ -401,13 +391,13 @@ def _effects(
     )
 
 
-def _recommendations(outcome: Outcome) -> list[Block]:
+def _recommendations(outcome: GapResult) -> list[Block]:
     rows = [
         [
             r["action"],
             f"{r['bytes_ratio']:.2f}× (now {r['bytes_ratio_before']:.2f}×)",
             f"{r['kld']:.3g} [{r['kld_lo']:.3g}, {r['kld_hi']:.3g}]",
-            _span(r["saving_kld"]),
+            span_text(r["saving_kld"]),
             "yes" if r["helps"] else "not shown",
         ]
         for r in outcome.recommendations
@@ -420,205 +410,3 @@ def _recommendations(outcome: Outcome) -> list[Block]:
         " candidate."
     )
     return [Table("What would help, on fresh windows", columns, rows, note=note)]
-
-
-# The verdict of a decomposition, and what there is to say of it.
-
-BEYOND = 2.0
-"""A KL within so many times a floor is not told from it."""
-_OPEN = {"gap.not_repeated", "gap.not_foretold", "gap.undecided"}
-
-
-def verdict_of(outcome: Outcome) -> Verdict:
-    """fail: a difference of set-up above the floor, or a total outside the margin; inconclusive:
-    the buckets were not confirmed, or the total is undecided."""
-    found = findings_of(outcome)
-    if any(f.severity is Severity.ERROR for f in found):
-        return Verdict.FAIL
-    return Verdict.INCONCLUSIVE if _OPEN & {f.id for f in found} else Verdict.PASS
-
-
-def findings_of(outcome: Outcome) -> list[Finding]:
-    """Gravest first."""
-    found = [
-        *_setup(outcome),
-        *_margin(outcome),
-        *_repeatability(outcome),
-        *_foretold(outcome),
-        *_kernels(outcome),
-    ]
-    if outcome.same:
-        title = (
-            "reference and candidate are one engine and no codec changes anything: this tests the"
-            " instrument"
-        )
-        found.append(Finding("gap.self_test", Severity.INFO, title))
-    available, wanted = outcome.text["windows_available"], outcome.plan.windows + outcome.plan.fresh
-    if available < wanted:
-        found.append(
-            Finding(
-                "gap.fewer_windows",
-                Severity.WARNING,
-                f"the text has {available} windows of {outcome.plan.length:,} tokens, {wanted} were"
-                " asked for",
-                remedies=("give more text with --text, or a smaller --length",),
-            )
-        )
-    if (perplexity := outcome.text.get("ppl_reference")) is not None:
-        found += [
-            replace(f, id="gap.implausible_reference")
-            for f in implausible(outcome.text, perplexity)
-        ]
-    order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
-    return sorted(found, key=lambda f: order.index(f.severity))
-
-
-def _setup(outcome: Outcome) -> list[Finding]:
-    if not outcome.setup:
-        return []
-    engine = outcome.decomposition.bucket("engine").effect.kl
-    above = engine.lo > BEYOND * outcome.floors.largest_kl
-    names = ", ".join(outcome.setup)
-    return [
-        Finding(
-            "gap.setup_difference",
-            Severity.ERROR if above else Severity.WARNING,
-            f"the engines do not run the same model: they differ in {names}"
-            + ("" if above else " (no difference above the noise floor came of it)"),
-            "Both report these settings of the checkpoint, and not the same.",
-            evidence={
-                "differences": {k: list(v) for k, v in outcome.setup.items()},
-                "engine_kl": engine.to_json(),
-                "floor": outcome.floors.largest_kl,
-            },
-            causes=("an override on one side", "a checkpoint whose config.json was changed"),
-            remedies=("give both engines the same configuration, then measure again",),
-        )
-    ]
-
-
-def _margin(outcome: Outcome) -> list[Finding]:
-    total, plan, windows = (
-        outcome.decomposition.total.dnll,
-        outcome.plan,
-        outcome.decomposition.windows,
-    )
-    within, text = f"±{100 * plan.margin:g} %", _dppl(total)
-    where = place(total, plan.margin, windows, same=outcome.same)
-    evidence = {"dppl_pct": dppl(total), "margin_pct": 100 * plan.margin, "windows": windows}
-    if where is Place.UNDECIDED:
-        title = f"{windows} windows do not place the total against {within}: Δppl {text}"
-        more = _more(total, plan.margin, windows)
-        return [
-            Finding("gap.undecided", Severity.WARNING, title, evidence=evidence, remedies=(more,))
-        ]
-    if where is Place.INSIDE:
-        return []
-    candidate = f"the candidate with {plan.codec}" if plan.codec else "the candidate"
-    helpful = [
-        f"{r['action']}: KL {r['kld']:.3g}, {r['bytes_ratio']:.2f}× smaller than bf16"
-        for r in outcome.recommendations
-        if r["helps"]
-    ]
-    otherwise = (
-        "use a finer codec"
-        if plan.codec
-        else "switch the settings that are named as causes, one by one"
-    )
-    return [
-        Finding(
-            "gap.outside_margin",
-            Severity.ERROR,
-            f"{candidate} is not the reference within {within}: Δppl {text}",
-            evidence=evidence,
-            causes=tuple(outcome.causes[:5]),
-            remedies=tuple(helpful[:3]) or (otherwise,),
-        )
-    ]
-
-
-def _more(total: Amount, margin: float, windows: int) -> str:
-    needed = windows_needed(total.value, total.hi - total.value, windows, -margin, margin)
-    return (
-        f"run again with --windows {needed}"
-        if needed and needed > windows
-        else "run again with more windows"
-    )
-
-
-def _repeatability(outcome: Outcome) -> list[Finding]:
-    left = outcome.decomposition.repeatability
-    if left is None or outcome.repeats:
-        return []
-    open_ = [
-        f"{name} {_span(amount, plus=True)} nats, allowed ±{state.bound:.3g}"
-        for name, amount, state in (
-            ("KL", left.kl, outcome.repeats_kl),
-            ("ΔNLL", left.dnll, outcome.repeats_nll),
-        )
-        if state and not state.ok
-    ]
-    return [
-        Finding(
-            "gap.not_repeated",
-            Severity.WARNING,
-            f"measured once more, the total is not the sum of the buckets: {'; '.join(open_)}",
-            "The difference is more than a tenth of the total and the noise floor, or is not known"
-            " as well as the total.",
-            evidence={"repeatability": left.to_json()},
-            causes=("too few windows", "an engine whose numbers depend on batch or order"),
-            remedies=("run again with more windows",),
-        )
-    ]
-
-
-def _foretold(outcome: Outcome) -> list[Finding]:
-    failed = [check for check in outcome.checks if not check.holds]
-    if not failed:
-        return []
-    named = "; ".join(f"{c.name}: off by {_span(c.difference, plus=True)} nats" for c in failed)
-    return [
-        Finding(
-            "gap.not_foretold",
-            Severity.WARNING,
-            f"the buckets do not foretell what was measured apart from them: {named}",
-            "Buckets sum whatever they are; this test can fail.",
-            evidence={"checks": [c.name for c in failed]},
-            causes=(
-                "codec and engine act on each other (the bucket interaction)",
-                "too few windows, or text of several kinds",
-                "an engine whose numbers depend on batch or order",
-            ),
-            remedies=("run again with more windows (--windows, --fresh)",),
-        )
-    ]
-
-
-def _kernels(outcome: Outcome) -> list[Finding]:
-    """Two engines with equal set-ups that still differ by more than rounding explains."""
-    kinds = {
-        engine_name(spec, codec=False).kind
-        for spec in (outcome.plan.reference, outcome.plan.candidate)
-    }
-    if len(kinds) == 1 or outcome.setup:
-        return []
-    engine = outcome.decomposition.bucket("engine")
-    parts = {p.name: p.effect.kl for p in engine.parts}
-    # Where both engines use one number format there is a single step, and it is the bucket.
-    kernels = parts.get("engine.kernels", engine.effect.kl)
-    rounding = parts["engine.rounding"].value if "engine.rounding" in parts else 0.0
-    floor = max(outcome.floors.largest_kl, rounding)
-    if kernels.lo <= BEYOND * floor:
-        return []
-    return [
-        Finding(
-            "gap.engine_above_floor",
-            Severity.WARNING,
-            f"the engines differ by KL {kernels.value:.3g}, more than rounding explains"
-            f" ({floor:.2g})",
-            "Neither reports a setting that the other has not.",
-            evidence={"kl": kernels.to_json(), "floor": floor},
-            causes=("a setting that engines do not report", "a kernel of lower precision"),
-            remedies=("switch attention backend and number format one by one, and compare",),
-        )
-    ]

@@ -1,19 +1,20 @@
-"""Draft heads of one layer: EAGLE-3's (Li et al. 2025, arXiv 2503.01840) and MiMo's MTP layer, as
-vLLM reads both.
+"""Draft heads of one layer: EAGLE-3's and MiMo's MTP layer, as vLLM reads both.
 
-At position p a head reads the embedding of token p + 1 and the target's hidden states at p, runs
-one layer, and predicts token p + 2. EAGLE-3 mixes (`fc`) three states and guesses over a reduced
-vocabulary with an output of its own; MTP reads the last state before the target's final norm, and
-shares the target's output. The head's own hidden state then stands in for the target's, so it goes
-on for as many steps as are drafted. A row p of every tensor here is the chain of drafts that begins
-at p: in step j it reads token p + j + 1 at the rotary position p + j, and attends to step 0 of all
-rows up to p and to its own earlier steps. That is what an engine's cache holds when it drafts after
-p, so training and serving see the same.
+EAGLE-3: Li et al. 2025, arXiv 2503.01840. At position p a head reads the embedding of token p + 1
+and the target's hidden states at p, runs one layer, and predicts token p + 2. EAGLE-3 mixes (`fc`)
+three states and guesses over a reduced vocabulary with an output of its own; MTP reads the last
+state before the target's final norm, and shares the target's output. The head's own hidden state
+then replaces the target's, so it goes on for as many steps as are drafted.
+
+Row p of every tensor here is the chain of drafts that begins at p: in step j it reads token
+p + j + 1 at the rotary position p + j, and attends to step 0 of all rows up to p and to its own
+earlier steps. An engine's cache holds the same when it drafts after p, so training and serving see
+the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 from torch.nn.functional import linear, silu, softmax
 
 from assay.errors import UsageError
+from assay_lab.heads.observed import Observed, shifted
 
 NORMS = ("llama", "plus_one")
 """How a norm's weight is read: as it stands, or (Gemma's convention) with 1 added."""
@@ -445,158 +447,3 @@ def _rotary(
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat([-right, left], -1) * sin
-
-
-# What the target says about a text, and what the head makes of it.
-
-
-@dataclass(frozen=True)
-class Observed:
-    """A batch of texts and the target's states on it: ids and mask [B, T], aux [B, T, 3H], last [B,
-    T, H] after its norm.
-    """
-
-    ids: torch.Tensor
-    mask: torch.Tensor
-    aux: torch.Tensor
-    last: torch.Tensor
-
-
-@torch.no_grad()  # type: ignore[untyped-decorator]
-def observe(
-    target: Any, ids: torch.Tensor, mask: torch.Tensor, aux_layers: tuple[int, ...]
-) -> Observed:
-    """One pass of the target over texts that are padded on the right; states are used at once and
-    never stored.
-    """
-    before_norm: list[torch.Tensor] = []
-    hook = target.base_model.norm.register_forward_pre_hook(
-        lambda module, given: before_norm.append(given[0])
-    )
-    try:
-        out = target.base_model(input_ids=ids, output_hidden_states=True, use_cache=False)
-    finally:
-        hook.remove()
-    states = (
-        *out.hidden_states[:-1],
-        before_norm[-1],
-    )  # transformers gives the last of them after the norm
-    return Observed(
-        ids, mask, torch.cat([states[i] for i in aux_layers], -1), out.last_hidden_state
-    )
-
-
-def shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Row p becomes row p + `by`; zeros come in at the end of dimension 1."""
-    return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], 1) if by else x
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Of a batch: the loss to minimise; by step, the mean cross-entropy and the share whose top
-    token is the target's.
-    """
-
-    total: torch.Tensor
-    by_step: torch.Tensor
-    agreement: torch.Tensor
-
-
-def losses(head: AnyHead, target: Any, seen: Observed, depth: int, decay: float = 0.8) -> Losses:
-    """Training-time test: `depth` steps unrolled on the head's own states, each against the
-    target's distribution.
-
-    Step j weighs `decay`ʲ.
-    """
-    embed, teach = target.get_input_embeddings(), head.teacher(target, seen)
-    hidden, cache, terms, agree = head.first(seen), Cache(), [], []
-    for j in range(depth):
-        state, hidden = head.step(
-            embed(shifted(seen.ids, j + 1)).to(hidden.dtype), hidden, j, cache
-        )
-        loss, right = teach(state, j)
-        terms.append(loss)
-        agree.append(right / shifted(seen.mask, j + 1).sum().clamp_min(1))
-    by_step = torch.stack(terms)
-    weights = decay ** torch.arange(depth, device=by_step.device)
-    return Losses(
-        (by_step * weights).sum() / weights.sum(), by_step.detach(), torch.stack(agree).detach()
-    )
-
-
-@torch.no_grad()  # type: ignore[untyped-decorator]
-def draft(
-    head: AnyHead, target: Any, seen: Observed, depth: int, embed: Any = None
-) -> torch.Tensor:
-    """The greedy drafts of every row, [B, T, depth]: entry [b, p, j] guesses token p + 2 + j after
-    text up to p + 1.
-
-    `embed` in place of the target's embedding.
-    """
-    embed = embed or target.get_input_embeddings()
-    hidden, cache, drafts = head.first(seen), Cache(), []
-    token = shifted(seen.ids, 1)
-    for j in range(depth):
-        state, hidden = head.step(embed(token).to(hidden.dtype), hidden, j, cache)
-        token = head.guess(state, target)
-        drafts.append(token)
-    return torch.stack(drafts, -1)
-
-
-@dataclass(frozen=True)
-class Walk:
-    """What an engine counts over one text: its steps, and how many accepted at least the first,
-    second, … draft.
-    """
-
-    steps: int
-    accepted: tuple[int, ...]
-
-
-def walk(ids: list[int], drafts: list[list[int]], begin: int) -> Walk:
-    """Speculative decoding of a text that the target wrote: drafts [T][depth], `begin` the first
-    written token.
-
-    A step after token n accepts its drafts up to the first that differs from the text, and the
-    target adds one token. So it is at temperature 0, and at any other for greedy drafts: a draft is
-    accepted exactly if the target's own draw is it. Steps that reach past the end of the text are
-    left out.
-    """
-    depth = len(drafts[0]) if drafts else 0
-    counts, steps, n = [0] * depth, 0, begin
-    while n >= 1 and n + depth < len(ids):
-        right = _leading(drafts[n - 1], ids[n + 1 :])
-        for j in range(right):
-            counts[j] += 1
-        steps += 1
-        n += right + 1
-    return Walk(steps, tuple(counts))
-
-
-def _leading(drafts: list[int], text: list[int]) -> int:
-    return next(
-        (j for j, (a, b) in enumerate(zip(drafts, text, strict=False)) if a != b), len(drafts)
-    )
-
-
-def batches(texts: list[list[int]], tokens: int) -> Iterator[list[int]]:
-    """Indices of texts of like length, so that a batch of padded rows holds at most `tokens`."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    part: list[int] = []
-    for i in order:
-        if part and len(texts[i]) * (len(part) + 1) > tokens:
-            yield part
-            part = []
-        part.append(i)
-    if part:
-        yield part
-
-
-def padded(texts: list[list[int]], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, mask) [B, T], padded on the right."""
-    width = max(map(len, texts))
-    ids = torch.tensor([t + [0] * (width - len(t)) for t in texts], device=device)
-    mask = torch.tensor(
-        [[True] * len(t) + [False] * (width - len(t)) for t in texts], device=device
-    )
-    return ids, mask

@@ -18,7 +18,8 @@ from assay.runs import cache_path, tar_of, write_atomically
 from assay.stats import Interval
 from assay.verdict import Metric, Report, Verdict
 from assay_lab.heads.export import MTP_FILE, cannot_write, read_head
-from assay_lab.heads.train import CHECKPOINT, percent, ratio, run_train
+from assay_lab.heads.report import percent, ratio, run_train
+from assay_lab.heads.training import CHECKPOINT
 from assay_lab.options import HeadPackPlan, HeadTrainPlan
 
 FILES = ("config.json", "model.safetensors", "training.json")

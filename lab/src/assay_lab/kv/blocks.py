@@ -2,45 +2,42 @@
 
 A block is some tokens of all layers, keys and values. All integers are little-endian:
 
-    magic "AKVB" | u16 version | u8 type of the exact values | u8 zero | 16 bytes digest of the
-    tables
-    32 bytes key | u32 first token, tokens, exact tokens | u16 layers, KV heads, head_dim, zero
+    magic "AKVB" | u16 version | u8 type of the exact values | u8 zero
+    16 bytes digest of the tables | 32 bytes key
+    u32 first token, tokens, exact tokens | u16 layers, KV heads, head_dim, zero
     u32 bytes of the whole block | first 16 bytes of SHA-256 of all other bytes
-    u32 bytes of each section, K and V of layer 0, of layer 1, … | exact tokens [layers, 2, exact,
-    width]
-    sections: u32 escapes, their float32 | 4 u32 states | u16 words, as `assay_lab.kv.rans` has them
+    u32 bytes of each section: K and V of layer 0, of layer 1, …
+    exact tokens [layers, 2, exact, width]
+    sections: u32 escapes, their float32 | 4 u32 states | u16 words, as in `assay_lab.kv.rans`
 
-Nothing is decoded before version, tables, key and checksum hold. The tables are a file of their
-own, named by the digest of what is in them; they say which model and codec they are of. Streams are
-predicted from lower layers of the same tokens as the codec says, so a block needs no other block.
+Version, tables, key and checksum are checked before anything is decoded. Streams are predicted from
+lower layers of the same tokens, so a block needs no other block.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from assay.checkpoint.digests import Digest, DigestCache, hash_files
 from assay.errors import AssayError
-from assay.runs import cache_dir, write_atomically
 from assay_lab.kv import rans
-from assay_lab.kv.codecs.pca_entropy import ESCAPE, RADIUS, RangeCoder, code_lengths, radii
-from assay_lab.kv.layer_coders import CoderSet, LayerCoders
-from assay_lab.kv.pages.source import BLOCKS, source_of
+from assay_lab.kv.block_errors import (
+    BlockDamaged,
+    BlockOfOtherTables,
+    BlockOfOtherTokens,
+    BlockOfOtherVersion,
+)
+from assay_lab.kv.block_tables import BlockTables, check_codec
+from assay_lab.kv.codecs.distributions import ESCAPE, RADIUS, code_lengths, radii
 from assay_lab.kv.spec import KvSpec, parse_spec
 from assay_lab.kv.stream_coder import Key
 
@@ -48,292 +45,8 @@ MAGIC, VERSION = b"AKVB", 2
 _HEAD = struct.Struct("<4sHBB16s32sIIIHHHHI16s")
 _CHECK = 16
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
-_TABLES = "assay-kv-tables/1"
 _TOGETHER = 512
 """Tokens that a thread decodes together: matrices that stay in its second cache."""
-
-
-class BlockRefused(AssayError):
-    """A stored block that is not read; the base of the reasons why."""
-
-    reason = "kv.block_refused"
-
-    def __init__(self, message: str, remedy: str = "delete it: it is computed again") -> None:
-        super().__init__(message, finding_id=self.reason, remedy=remedy)
-
-
-class BlockDamaged(BlockRefused):
-    """Its bytes are not those that were written."""
-
-    reason = "kv.block_damaged"
-
-
-class BlockOfOtherVersion(BlockRefused):
-    """Its format is of another assay."""
-
-    reason = "kv.block_version"
-
-
-class BlockOfOtherTables(BlockRefused):
-    """It was coded for another model, by another codec, or with another calibration."""
-
-    reason = "kv.block_other_tables"
-
-
-class BlockOfOtherTokens(BlockRefused):
-    """It is a good block, but not the one that was asked for."""
-
-    reason = "kv.block_other_tokens"
-
-
-# Tables: what all blocks share.
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What tables are of. `model` names the weights by digest, `exact_first` the sinks; keys are
-    coded before RoPE or after.
-
-    `scaling` is the factor that RoPE's variants for long contexts put on cosines and sines.
-    """
-
-    spec: str
-    model: str
-    architecture: str
-    layers: int
-    kv_heads: int
-    head_dim: int
-    exact_first: int
-    before_rope: bool
-    scaling: float
-
-    @property
-    def width(self) -> int:
-        """Values of a token in one stream of a layer."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token in bf16, all layers."""
-        return 4 * self.layers * self.width
-
-
-def check_codec(spec: KvSpec) -> None:
-    """AssayError for a codec that has no stored blocks: they hold range-coded `pca` of both
-    streams, of one quantiser.
-    """
-    for stream in ("k", "v"):
-        recipe = spec.of(stream)
-        why = None
-        if recipe is None:
-            why = f"{stream.upper()} is left exact"
-        elif getattr(recipe.codec, "coding", "") != "range":
-            why = f"{recipe.codec.name} is not entropy-coded"
-        elif getattr(recipe.codec, "trellis", 0):
-            why = (
-                "with a trellis each number hangs on those before it, which four states at once"
-                " cannot follow"
-            )
-        elif any(part.name not in ("prerope", "sinks") for part in recipe.around):
-            why = (
-                f"{recipe.around[0].name if len(recipe.around) == 1 else str(recipe)} is around the"
-                " codec"
-            )
-        elif recipe.exact_last:
-            why = "recent tokens stay exact"
-        if why is not None:
-            raise AssayError(
-                f"blocks cannot be stored in {spec}: {why}",
-                finding_id="kv.unsupported",
-                remedy=(
-                    'use --codec "prerope+sinks(n=4)+pca(step=0.005, predict=all,'
-                    ' weights=measured)" or the like'
-                ),
-            )
-
-
-class BlockTables:
-    """Tables of all streams of a model, by name as their coders have them, and what they are of."""
-
-    def __init__(self, facts: Facts, tensors: Mapping[str, NDArray[Any]]) -> None:
-        self.facts = facts
-        self.tensors = dict(sorted(tensors.items()))
-
-    @classmethod
-    def of(
-        cls,
-        spec: KvSpec,
-        coders: CoderSet,
-        model: str,
-        shape: Any,
-        inv_freq: torch.Tensor,
-        scaling: float,
-    ) -> BlockTables:
-        """From fitted coders; AssayError for a codec that has no stored blocks. `inv_freq`
-        [head_dim / 2] of RoPE.
-        """
-        check_codec(spec)
-        tensors: dict[str, NDArray[Any]] = {"inv_freq": inv_freq.double().cpu().numpy()}
-        first = before = None
-        for (layer, stream), fitted in coders.by_stream.items():
-            if not isinstance(fitted.coder, RangeCoder):
-                raise AssayError(
-                    f"layer {layer}, stream {stream}, is not range-coded",
-                    finding_id="kv.unsupported",
-                )
-            first = max(first or 0, fitted.exact_first)
-            before = fitted.before_rope if stream == "k" else before
-            tensors |= {
-                f"{layer}.{stream}.{name}": table for name, table in fitted.coder.tables.items()
-            }
-            sides = [[number, side == "v"] for number, side in fitted.sides]
-            tensors[f"{layer}.{stream}.sides"] = np.array(sides, np.int32).reshape(-1, 2)
-        facts = Facts(
-            str(spec), model, shape.architecture, shape.layers, shape.kv_heads, shape.head_dim,
-            first or 0, bool(before), scaling,
-        )  # fmt: skip
-        return cls(facts, tensors)
-
-    @cached_property
-    def digest(self) -> bytes:
-        """16 bytes of BLAKE2b over facts and tensors: names, types, shapes, values."""
-        found = hashlib.blake2b(
-            json.dumps(vars(self.facts), sort_keys=True).encode(), digest_size=16
-        )
-        for name, table in self.tensors.items():
-            found.update(f"{name} {table.dtype.str} {table.shape}".encode())
-            found.update(np.ascontiguousarray(table).tobytes())
-        return found.digest()
-
-    @property
-    def decoder_bytes(self) -> int:
-        """Bytes that a decoder needs; the encoder's `analysis` is not among them."""
-        return sum(t.nbytes for name, t in self.tensors.items() if not name.endswith("analysis"))
-
-    def write(self, folder: Path) -> Path:
-        """Keep them in a folder as `DIGEST.tables`; the path."""
-        from safetensors.numpy import save
-
-        path = folder / f"{self.digest.hex()}.tables"
-        with suppress(BlockRefused):  # what is damaged is written anew
-            self.read(path)
-            return path
-        folder.mkdir(parents=True, exist_ok=True)
-        facts = {"format": _TABLES, "facts": json.dumps(vars(self.facts))}
-        write_atomically(
-            path, save({n: np.ascontiguousarray(t) for n, t in self.tensors.items()}, facts)
-        )
-        return path
-
-    @classmethod
-    def read(cls, path: Path) -> BlockTables:
-        """From their file; BlockDamaged where it is none, or its content has another digest than
-        its name.
-        """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, framework="np") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-        except (OSError, SafetensorError) as error:
-            raise BlockDamaged(
-                f"cannot read the tables {path}: {error}", "make them again"
-            ) from error
-        if metadata.get("format") != _TABLES:
-            raise BlockOfOtherVersion(
-                f"{path} holds no tables of this assay ({_TABLES})", "make them again"
-            )
-        try:
-            found = cls(Facts(**json.loads(metadata["facts"])), tensors)
-        except (KeyError, TypeError, ValueError) as error:
-            raise BlockDamaged(
-                f"cannot read the tables {path}: {error}", "make them again"
-            ) from error
-        if found.digest.hex() != path.stem:
-            raise BlockDamaged(
-                f"the tables {path.name} are not what they were: their digest is"
-                f" {found.digest.hex()}",
-                "delete the file, and start again",
-            )
-        return found
-
-
-def tables_for(model: str, codec: str, calibration: str | None, folder: Path) -> BlockTables:
-    """The tables of a codec for the checkpoint in the folder `model`, fitted once and then kept in
-    `folder`.
-
-    AssayError for a model whose cache blocks cannot hold, a codec that has none, and a calibration
-    of another model.
-    """
-    spec = parse_spec(codec)
-    check_codec(spec)
-    if calibration is None:
-        raise AssayError(
-            "stored blocks need a calibration",
-            finding_id="kv.no_calibration",
-            remedy=(
-                "make one: assay kv calibrate MODEL --text FILE --out FILE, and give it by"
-                " --calibration"
-            ),
-        )
-    weights = weights_digest(Path(model))
-    source = source_of(calibration, model, BLOCKS)
-    cache = DigestCache(cache_dir("digests"))
-    named = hashlib.blake2b(
-        f"{_TABLES} {spec} {weights} {_digests([Path(calibration)], cache)}".encode(),
-        digest_size=16,
-    )
-    link = folder / f"{named.hexdigest()}.fitted"
-    with suppress(BlockRefused, OSError, ValueError):  # not there, or damaged
-        kept = BlockTables.read(folder / f"{link.read_text().strip()}.tables")
-        if kept.facts.model == weights and kept.facts.spec == str(spec):
-            return kept
-    try:
-        coders = LayerCoders(source.shape, source.rotary, source.calibration).fit_all(
-            lambda _, stream: spec.of(stream)
-        )
-    except torch.linalg.LinAlgError as error:
-        raise AssayError(
-            f"{spec} cannot be fitted to {calibration}: its numbers are not finite",
-            finding_id="kv.spec",
-            remedy="give a larger step",
-        ) from error
-    found = BlockTables.of(spec, coders, weights, source.shape, source.inv_freq, source.scaling)
-    found.write(folder)
-    write_atomically(link, found.digest.hex())
-    return found
-
-
-def weights_digest(model: Path) -> str:
-    """A digest of configuration and weights of a checkpoint's folder; AssayError where there are
-    none.
-    """
-    files = sorted([*model.glob("*.safetensors"), *model.glob("*.bin"), *model.glob("config.json")])
-    if len(files) < 2:
-        raise AssayError(
-            f"{model} is no folder with config.json and weights, so that blocks could not tell its"
-            " model from others",
-            finding_id="kv.unsupported",
-            remedy="download the checkpoint, and give its folder",
-        )
-    return _digests(files, DigestCache(cache_dir("digests")))
-
-
-def _digests(files: Sequence[Path], cache: DigestCache) -> str:
-    found: dict[str, Digest] = {}
-    hash_files([(path.name, path, path.stat().st_size) for path in files], cache, found)
-    if wrong := next((name for name, digest in found.items() if digest.problem), None):
-        raise AssayError(
-            f"cannot read {wrong}: {found[wrong].problem}",
-            finding_id="kv.unreadable",
-            remedy="check the path",
-        )
-    text = "".join(f"{name} {found[name].sha256}\n" for name in sorted(found))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-# Blocks.
 
 
 @dataclass(frozen=True)
@@ -353,12 +66,12 @@ class Header:
 class _Stream:
     """The tables of one stream, as the loops need them.
 
-    `weight` [width, rank + 2 + side width], bf16, makes tokens out of scaled coefficients, two ones
-    (for the mean and what bf16 leaves of it), and what the streams of `sides` were decoded to: one
+    `weight` [width, rank + 2 + predictor width], bf16, makes tokens out of scaled coefficients, two ones
+    (for the mean and what bf16 leaves of it), and what the streams of `predictor_keys` were decoded to: one
     product a stream.
     """
 
-    sides: tuple[Key, ...]
+    predictor_keys: tuple[Key, ...]
     weight: torch.Tensor
     mean: torch.Tensor
     analysis: torch.Tensor
@@ -387,8 +100,8 @@ class _Stream:
             room = torch.empty(depth * tokens, dtype=torch.bfloat16)
         found = room[: depth * tokens].view(depth, tokens)
         found[self.rank : self.rank + 2] = 1
-        if self.sides:
-            torch.cat([decoded[key] for key in self.sides], out=found[self.rank + 2 :])
+        if self.predictor_keys:
+            torch.cat([decoded[key] for key in self.predictor_keys], out=found[self.rank + 2 :])
         return found
 
 
@@ -411,9 +124,13 @@ class BlockCodec:
             for stream in ("k", "v")
         }
         self._kept = threading.local()
-        self._needed = {side for stream in self._streams.values() for side in stream.sides}
+        self._needed = {
+            source for stream in self._streams.values() for source in stream.predictor_keys
+        }
         self._pool = (
-            ThreadPoolExecutor(self.threads, "assay-kv", alone) if self.threads > 1 else None
+            ThreadPoolExecutor(self.threads, "assay-kv", pin_single_thread)
+            if self.threads > 1
+            else None
         )
 
     def _stream(self, layer: int, stream: str, rdo: float) -> _Stream:
@@ -434,7 +151,7 @@ class BlockCodec:
             parts.append(torch.from_numpy(predictor).T)
         odds = own["inner.odds"].astype(np.float32)
         return _Stream(
-            tuple((int(number), "kv"[int(side)]) for number, side in own["sides"]),
+            tuple((int(number), "kv"[int(source)]) for number, source in own["sides"]),
             torch.cat([part.bfloat16() for part in parts], dim=1).contiguous(),
             mean,
             torch.from_numpy(own["analysis"]).T.contiguous(),
@@ -524,7 +241,7 @@ class BlockCodec:
             stream.rank,
             x - stream.mean[:, None],
         )
-        if stream.sides:
+        if stream.predictor_keys:
             rest = rest - stream.weight[:, rank + 2 :] @ inputs[rank + 2 :]
         c = np.ascontiguousarray((stream.analysis @ rest).numpy().T)
         numbers, kinds = np.empty(c.shape[::-1], np.int16), np.empty(len(c), np.uint8)
@@ -789,7 +506,7 @@ def _lengths() -> NDArray[np.float32]:
     return code_lengths().reshape(-1)
 
 
-def alone() -> None:
+def pin_single_thread() -> None:
     """Make a thread of its own: one thread for torch's products, and any core, where an engine has
     bound its own to one.
     """

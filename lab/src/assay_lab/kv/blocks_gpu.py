@@ -28,8 +28,10 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from assay_lab.kv import rans
-from assay_lab.kv.blocks import BlockCodec, BlockDamaged, BlockTables, Header, block_tokens
-from assay_lab.kv.codecs.pca_entropy import LAWS
+from assay_lab.kv.block_errors import BlockDamaged
+from assay_lab.kv.block_tables import BlockTables
+from assay_lab.kv.blocks import BlockCodec, Header, block_tokens
+from assay_lab.kv.codecs.distributions import DISTRIBUTIONS
 
 _LOG = logging.getLogger("assay.kv")
 
@@ -538,12 +540,15 @@ class GpuBlockCodec(BlockCodec):
         self._depth = at
         self._products_of: list[tuple[int, torch.Tensor]] = []
         for stream, first, out in zip(streams, self._rows, self._outs, strict=True):
-            sides = [self._outs[2 * number + "kv".index(side)] for number, side in stream.sides]
-            low = min([first, *sides])
+            inputs = [
+                self._outs[2 * number + "kv".index(source)]
+                for number, source in stream.predictor_keys
+            ]
+            low = min([first, *inputs])
             weight, own = torch.zeros(width, out - low, dtype=torch.bfloat16), stream.rank + 2
             weight[:, first - low : first - low + own] = stream.weight[:, :own]
-            for n, side in enumerate(sides):
-                weight[:, side - low : side - low + width] = stream.weight[
+            for n, begin in enumerate(inputs):
+                weight[:, begin - low : begin - low + width] = stream.weight[
                     :, own + n * width : own + (n + 1) * width
                 ]
             self._products_of.append((low, weight.to(self.device)))
@@ -869,7 +874,7 @@ class GpuBlockCodec(BlockCodec):
             slot.inputs.view(torch.int32),
             row // 2,
             good,
-            LAW_COUNT=LAWS,
+            LAW_COUNT=DISTRIBUTIONS,
             CLASSES=self._class_count,
             SECTIONS=sections,
             num_warps=int(self.settings["num_warps"]),

@@ -21,7 +21,8 @@ from typing import Any
 from assay.engines.scoring import Engagement
 from assay.errors import AssayError
 from assay_lab.kv.cache_shape import CacheShape
-from assay_lab.kv.stream_coder import Coders, Key, StreamFacts
+from assay_lab.kv.stream_coder import Coders, Key
+from assay_lab.kv.stream_facts import StreamFacts
 from assay_lab.options import TABLE_TOKENS
 
 LENGTHS = (1024, 8192, 32_768)
@@ -31,7 +32,7 @@ _MOST_TOKENS = 1 << 30
 APART = 0.05
 """Share of a codec's squared error by which its streams may differ from what attention read, of a
 codec that predicts by which the sizes of both errors may: prediction carries on where a sum on a
-GPU falls on the other side of a tie (`Track._apart`)."""
+GPU falls on the other side of a tie (`LiveStream._apart`)."""
 ROUNDING = 2.0**-16
 """The same of the power: one rounding to bf16."""
 

@@ -23,9 +23,11 @@ from assay.engines.scoring import Engagement
 from assay_lab.kv.cache_bytes import NOTE, streams_note
 from assay_lab.kv.cache_shape import CacheShape, cache_shape
 from assay_lab.kv.hook_plan import HookPlan, Mode, layer_coders_of
+from assay_lab.kv.live_stream import LiveStream, facts_of_window
 from assay_lab.kv.observed_cache import kept_from, observed_cache
-from assay_lab.kv.stream_coder import Coders, Key, StreamFacts, Track, facts_of_window
-from assay_lab.kv.transforms import Rotary
+from assay_lab.kv.rotary import Rotary
+from assay_lab.kv.stream_coder import Coders, Key
+from assay_lab.kv.stream_facts import StreamFacts
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +74,7 @@ class CodecHook:
         self._model: Any = None
         self._shape: CacheShape | None = None
         self._rotary: Rotary | None = None
-        self._tracks: dict[Key, Track] = {}
+        self._tracks: dict[Key, LiveStream] = {}
         self._armed = False
         self._cache: Any = None
 
@@ -80,7 +82,7 @@ class CodecHook:
     def attach(self, model: Any) -> Iterator[None]:
         """Remember the model while the hook is in place; the cache of each batch carries the rest."""
         self._model, self._shape = model, cache_shape(model)
-        if any(coder.before_rope or coder.sides for coder in self.coders.values()):
+        if any(coder.before_rope or coder.predictor_keys for coder in self.coders.values()):
             self._rotary = Rotary(model, self.length)
         try:
             yield
@@ -141,7 +143,7 @@ class CodecHook:
             )
         return new["k"], new["v"]
 
-    def _replaced(self, track: Track, new: torch.Tensor, position: int) -> torch.Tensor:
+    def _replaced(self, track: LiveStream, new: torch.Tensor, position: int) -> torch.Tensor:
         """New tokens as the cache takes them: coded at once where the mode or the coder allows it."""
         if self.mode is Mode.DECODE:
             track.check_together(position, new.shape[-2])
@@ -179,13 +181,13 @@ class CodecHook:
             self._fire(track)
             self._hold(layer, stream, lo, hi, self._coded(track, lo, hi))
 
-    def _coded(self, track: Track, lo: int, hi: int) -> torch.Tensor:
+    def _coded(self, track: LiveStream, lo: int, hi: int) -> torch.Tensor:
         """Positions lo … hi − 1 of a stream, predicted from what was coded of its sides."""
         import torch
 
-        if not track.sides:
+        if not track.predictor_keys:
             return track.code(lo, hi)
-        parts = [self._track(*key).decoded(lo, hi) for key in track.sides]
+        parts = [self._track(*key).decoded(lo, hi) for key in track.predictor_keys]
         return track.code(lo, hi, torch.cat(parts, dim=1))
 
     def _forget(self, layer: int) -> None:
@@ -206,13 +208,13 @@ class CodecHook:
                 result[..., visible - lo : hi - lo, :], held.dtype
             )
 
-    def _track(self, layer: int, stream: str) -> Track:
+    def _track(self, layer: int, stream: str) -> LiveStream:
         key = (layer, stream)
         if key not in self._tracks:
-            self._tracks[key] = Track(key, self.coders.get(key), self._rotary)
+            self._tracks[key] = LiveStream(key, self.coders.get(key), self._rotary)
         return self._tracks[key]
 
-    def _fire(self, track: Track) -> None:
+    def _fire(self, track: LiveStream) -> None:
         layer = track.key[0]
         self._fires[layer] = self._fires.get(layer, 0) + 1
 

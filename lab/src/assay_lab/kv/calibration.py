@@ -1,24 +1,23 @@
-"""The calibration file: samples of keys and values, and the metrics in which their errors hurt,
-with provenance.
+"""The calibration file: samples of keys and values, and the metrics in which their errors hurt.
 
 One safetensors file. For every layer l:
 
-    layer_{l}_k       bf16 [KV heads, tokens, head_dim], keys before RoPE        layer_{l}_v   the
-    same of values
+    layer_{l}_k            bf16 [KV heads, tokens, head_dim], keys before RoPE
+    layer_{l}_v            the same of values
     layer_{l}_sigma_rope   f32 [KV heads, d, d], second moment of the queries of the head's group
-    before RoPE, not centred,
-                           averaged over the rotations of relative positions
-    layer_{l}_gram    f32 [KV heads, d, d], Gram matrix of the output projection, summed over the
-    group
-    positions         int32 [tokens], where in its window each sample stood
-    sensitivity f32 [layers, 2], of keys and values: KL in nats for an error of 1 in the metric
-    (`--sensitivity`)
-    levels_{k|v}_{b}  f32 [2^b], levels of residuals for the codec `kakeya`
+                           before RoPE, not centred, averaged over the rotations of relative
+                           positions
+    layer_{l}_gram         f32 [KV heads, d, d], Gram matrix of the output projection, summed over
+                           the group
+    positions              int32 [tokens], place of each sample in its window
+    sensitivity            f32 [layers, 2], of keys and values: KL in nats for an error of 1 in the
+                           metric (`--sensitivity`)
+    levels_{k|v}_{b}       f32 [2^b], levels of residuals for the codec `kakeya`
 
-In the file samples are coded in six to seven bits a value (`coded_samples`), in version 1 they were
-plain; both are read.
+In the file samples are coded in six to seven bits a value (`sample_packing`), in version 1 they
+were plain; both are read.
 
-A file that was made of those of older tools (`lab/benchmarks/kv/kv_import.py`) has only sigma of some
+A file made from those of older tools (`lab/benchmarks/kv/kv_import.py`) has only sigma of some
 layers, and levels; one of `assay kv calibrate` has all but levels. `layer_{l}_sigma`, which older
 files have too, is the moment before it is averaged.
 
@@ -40,8 +39,10 @@ import numpy as np
 from assay.engines.scoring import Window
 from assay.errors import AssayError
 from assay_lab.kv.cache_shape import CacheShape
-from assay_lab.kv.codecs.samples import Samples, Site
-from assay_lab.kv.transforms import Rotary, Rotation
+from assay_lab.kv.codecs.samples import LayerStream, Samples
+from assay_lab.kv.rotary import Rotary, Rotation
+from assay_lab.kv.sample_packing import coded, decoded
+from assay_lab.kv.sampler import averaged, gram
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,7 @@ class Calibration:
     tensors: Mapping[str, torch.Tensor]
     provenance: Mapping[str, Any]
 
-    def samples(self, site: Site, *, before_rope: bool, rotary: Rotary | None) -> Samples:
+    def samples(self, site: LayerStream, *, before_rope: bool, rotary: Rotary | None) -> Samples:
         """What a codec may learn from at one site; keys are put through RoPE unless `before_rope`."""
         states = self.tensors.get(f"layer_{site.layer}_{site.stream}")
         positions = None if states is None else self.tensors["positions"].long()
@@ -195,16 +196,6 @@ _SHARED = 0.02
 it.
 """
 _OTHER_WEIGHTS = 0.05
-_ALWAYS = 4
-
-
-def gram(weight: torch.Tensor, groups: int, width: int) -> torch.Tensor:
-    """Σ over the query heads of each of `groups` KV heads of Wₕᵀ Wₕ, for the output projection
-    [hidden, H·d], float32.
-    """
-    parts = weight.detach().float().cpu()
-    grouped = parts.reshape(parts.shape[0], groups, -1, width).permute(1, 2, 0, 3).flatten(1, 2)
-    return grouped.mT @ grouped
 
 
 def _float(states: torch.Tensor | None) -> torch.Tensor | None:
@@ -258,198 +249,3 @@ def _unreadable(message: str) -> AssayError:
         finding_id="kv.calibration_unreadable",
         remedy="make it with `assay kv calibrate MODEL --text FILE --out FILE`",
     )
-
-
-# Samples as they lie in the file. Each head's are rotated to uncorrelated channels (KLT), rounded
-# to a sixteenth of the channel's standard deviation, and Huffman-coded. The error then has the
-# covariance of the samples themselves, 1/3072 of it, along every direction and in every metric.
-# Tokens that lie too far out (sinks) are kept as they are.
-
-_STEP = 16.0
-_LEAST = 4
-"""Samples for each channel below which a KLT is not worth its bytes."""
-
-
-def coded(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a calibration with the samples coded."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        enough = tensor.ndim == 3 and tensor.shape[1] >= _LEAST * tensor.shape[2]
-        if name.endswith(("_k", "_v")) and name.startswith("layer_") and enough:
-            found |= {f"{name}.{part}": value for part, value in coded_samples(tensor).items()}
-        else:
-            found[name] = tensor
-    return found
-
-
-def decoded(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a calibration, from those of its file."""
-    names = {name.partition(".")[0] for name in tensors if "." in name}
-    parts = {
-        n: {k.partition(".")[2]: v for k, v in tensors.items() if k.startswith(f"{n}.")}
-        for n in names
-    }
-    return {name: tensor for name, tensor in tensors.items() if "." not in name} | {
-        name: decoded_samples(part) for name, part in parts.items()
-    }
-
-
-def coded_samples(samples: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Parts from which `decoded_samples` makes samples [heads, n, d] again."""
-    import torch
-
-    x = samples.float()
-    size = x.square().sum((0, 2))
-    usual = size <= 16 * size.median()
-    mean = x[:, usual].mean(1, keepdim=True)
-    centred = x - mean
-    covariance = centred[:, usual].mT @ centred[:, usual] / max(1, int(usual.sum()) - 1)
-    basis = torch.linalg.eigh(covariance.double()).eigenvectors.to(torch.float16).contiguous()
-    z = torch.linalg.solve(
-        basis.float(), centred.mT
-    ).mT  # x = z basisᵀ, with the basis as it is stored
-    step = z[:, usual].std(1, keepdim=True).clamp_min(1e-12) / _STEP
-    q = (z / step).round()
-    far = (q.abs() > 127).any((0, 2))
-    raw = q.masked_fill(far[None, :, None], 0).to(torch.int8).numpy().tobytes()
-    packer = zlib.compressobj(9, zlib.DEFLATED, 15, 9, zlib.Z_HUFFMAN_ONLY)
-    packed = packer.compress(raw) + packer.flush()
-    return {
-        "basis": basis,
-        "mean": mean,
-        "step": step,
-        "coded": torch.frombuffer(bytearray(packed), dtype=torch.uint8),
-        "rows": far.nonzero().flatten().to(torch.int32),
-        "exact": samples[:, far].contiguous(),
-    }
-
-
-def decoded_samples(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Samples [heads, n, d] in the type that they had; ValueError where the parts do not belong
-    together.
-    """
-    import torch
-
-    basis, rows = parts["basis"], parts["rows"].long()
-    heads, width = basis.shape[:2]
-    raw = zlib.decompress(parts["coded"].numpy().tobytes())
-    q = torch.frombuffer(bytearray(raw), dtype=torch.int8).reshape(heads, -1, width)
-    # In float64, so that machines that add in another order round to the same 16 bits.
-    x = (q.double() * parts["step"].double()) @ basis.double().mT + parts["mean"].double()
-    x = x.to(parts["exact"].dtype)
-    x[:, rows] = parts["exact"]
-    return x
-
-
-# What a calibration collects: some keys and values of every window, second moments of the queries,
-# output projections.
-
-DISTANCES = 64
-"""Relative positions over which the queries' metric is averaged."""
-
-
-class Sampler:
-    """Collects from windows of `length` tokens, `keep` of each. The engine says when a batch begins
-    (`begin`).
-    """
-
-    def __init__(self, shape: CacheShape, length: int, keep: int, seed: int = 0) -> None:
-        import torch
-
-        self.shape = shape
-        self.length = length
-        self.keep = keep
-        self._generator = torch.Generator().manual_seed(seed)
-        self.positions: list[torch.Tensor] = []
-        self.kept: dict[tuple[int, str], list[torch.Tensor]] = {}
-        self.moments: dict[int, torch.Tensor] = {}
-        self.tokens = 0
-        self.chosen = torch.empty(0, dtype=torch.long)
-
-    def begin(self, batch: int) -> None:
-        """A batch of so many windows comes: sorted random positions are drawn, the same in each of
-        them.
-
-        Of many the first ones are always there: attention rests on them, and they are unlike all
-        others.
-        """
-        import torch
-
-        always = min(_ALWAYS, self.keep // 8)
-        order = torch.randperm(self.length - 1, generator=self._generator)
-        order = torch.cat([torch.arange(always), order[order >= always]])
-        self.chosen = order[: self.keep].sort().values
-        self.positions += [self.chosen] * batch
-        self.tokens += batch * (self.length - 1)
-
-    def on_states(self, layer: int, stream: str, states: torch.Tensor) -> None:
-        """Keep the chosen of keys (before RoPE) or values [B, h, length − 1, d]."""
-        import torch
-
-        some = states[..., self.chosen.to(states.device), :].to(torch.bfloat16).cpu()
-        # [B, h, n, d] → [h, B·n, d]
-        self.kept.setdefault((layer, stream), []).append(some.transpose(0, 1).flatten(1, 2))
-
-    def on_queries(self, layer: int, queries: torch.Tensor) -> None:
-        """Add the second moment of queries [B, H, T, d] before RoPE, over the group of each KV
-        head.
-        """
-        grouped = (
-            queries.float().unflatten(1, (self.shape.kv_heads, -1)).transpose(0, 1).flatten(1, 3)
-        )
-        moment = (grouped.mT @ grouped).double().cpu()
-        before = self.moments.get(layer)
-        self.moments[layer] = moment if before is None else before + moment
-
-    def tensors(self, rotary: Rotary, output: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the calibration file holds; `output` are the weights [hidden, H·d] of the output
-        projections.
-        """
-        import torch
-
-        found: dict[str, torch.Tensor] = {"positions": torch.cat(self.positions).to(torch.int32)}
-        per_head = self.tokens * (self.shape.query_heads // self.shape.kv_heads)
-        for layer in range(self.shape.layers):
-            for stream in ("k", "v"):
-                states = found[f"layer_{layer}_{stream}"] = torch.cat(
-                    self.kept[layer, stream], dim=1
-                )
-                if not bool(torch.isfinite(states).all()):
-                    raise AssayError(
-                        f"{stream.upper()} of layer {layer} holds NaN or infinity on the"
-                        " calibration text",
-                        finding_id="kv.not_finite",
-                        remedy="look for NaN in the checkpoint: assay verify --values",
-                    )
-            sigma = (self.moments[layer] / per_head).float()
-            found[f"layer_{layer}_sigma_rope"] = averaged(sigma, rotary, layer, self.length)
-            found[f"layer_{layer}_gram"] = gram(
-                output[layer], self.shape.kv_heads, self.shape.head_dim
-            )
-        return found
-
-
-def averaged(sigma: torch.Tensor, rotary: Rotary, layer: int, length: int) -> torch.Tensor:
-    """Mean over relative positions δ of R(δ)ᵀ Σ R(δ): what a query at any distance makes of an
-    error in a key.
-
-    q R(i) · (k R(j))ᵀ depends on q R(i − j) kᵀ, so in the frame of the key before RoPE the query's
-    moment is turned back.
-    """
-    import torch
-
-    width = sigma.shape[-1]
-    total = torch.zeros_like(sigma)
-    picked = torch.linspace(0, length - 1, DISTANCES).round().long().tolist()
-    for distance in picked:
-        rotation = rotary.at(layer, distance, distance + 1)
-        # Rows are the images of the unit vectors: x R = x @ matrix.
-        eye = torch.eye(width).unsqueeze(1)
-        matrix = type(rotation)(rotation.cos.cpu(), rotation.sin.cpu()).apply(eye).squeeze(1)
-        total += matrix.T @ sigma @ matrix
-    return total / len(picked)
-
-
-def kept_per_window(tokens: int, windows: int, length: int) -> int:
-    """Tokens of each window that give about `tokens` in all."""
-    return min(length - 1, max(1, tokens // windows))

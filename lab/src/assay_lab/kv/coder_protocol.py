@@ -41,9 +41,9 @@ class StreamCoder(Protocol):
         ...
 
     @property
-    def sides(self) -> tuple[tuple[int, str], ...]:
+    def predictor_keys(self) -> tuple[tuple[int, str], ...]:
         """Streams (layer, stream) whose reconstruction of the same tokens it needs, in the order of
-        `side`'s heads.
+        `predictors`'s heads.
         """
         ...
 
@@ -52,15 +52,15 @@ class StreamCoder(Protocol):
         """Bytes of calibration tables that the decoder of this stream needs."""
         ...
 
-    def encode(self, x: torch.Tensor, side: torch.Tensor | None = None) -> bytes:
+    def encode(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> bytes:
         """The stream of a whole sequence, exact tokens included."""
         ...
 
-    def decode(self, stream: bytes, *, side: torch.Tensor | None = None) -> torch.Tensor:
+    def decode(self, stream: bytes, *, predictors: torch.Tensor | None = None) -> torch.Tensor:
         """What a stream holds, float32."""
         ...
 
-    def reconstruct(self, x: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+    def reconstruct(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> torch.Tensor:
         """What whole blocks become, sinks and recent tokens aside: decode(encode(x)) without the
         bytes.
         """

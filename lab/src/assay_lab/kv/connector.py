@@ -34,7 +34,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from assay.engines.vllm.hooks import REPORT
 from assay.engines.vllm.start import let_numba_be_looked_into
 from assay.errors import AssayError
-from assay_lab.kv.blocks import BlockCodec, BlockTables, weights_digest
+from assay_lab.kv.block_tables import BlockTables, weights_digest
+from assay_lab.kv.blocks import BlockCodec
 from assay_lab.kv.tier.scheduler import Load, Save, TierScheduler
 from assay_lab.kv.tier.store import BlockStore, write_counters
 from assay_lab.kv.tier.transfer import TierWorker

@@ -23,7 +23,7 @@ import triton.language as tl
 from assay.errors import AssayError
 from assay_lab.kv.blocks import _Stream
 from assay_lab.kv.blocks_gpu import GpuBlockCodec
-from assay_lab.kv.codecs.pca_entropy import ESCAPE, LAWS, _lengths_on
+from assay_lab.kv.codecs.distributions import DISTRIBUTIONS, ESCAPE, lengths_on
 
 _ESCAPE = tl.constexpr(ESCAPE)
 _SECTIONS = 8
@@ -254,7 +254,7 @@ class GpuEncoder:
             room,
             states,
             places,
-            LAW_COUNT=LAWS,
+            LAW_COUNT=DISTRIBUTIONS,
             CLASSES=codec._class_count,
             SECTIONS=_SECTIONS,
             num_warps=1,
@@ -318,10 +318,13 @@ class GpuEncoder:
                 ).view(total, width)
             inputs = torch.ones(weight.shape[1], total, dtype=torch.bfloat16, device=self.device)
             rest = rows.T - own["mean"][:, None]
-            if stream.sides:
-                sides = [2 * number + "kv".index(side) for number, side in stream.sides]
+            if stream.predictor_keys:
+                inputs_from = [
+                    2 * number + "kv".index(source) for number, source in stream.predictor_keys
+                ]
                 torch.cat(
-                    [decoded[s * width : (s + 1) * width] for s in sides], out=inputs[rank + 2 :]
+                    [decoded[s * width : (s + 1) * width] for s in inputs_from],
+                    out=inputs[rank + 2 :],
                 )
                 rest = rest - weight[:, rank + 2 :] @ inputs[rank + 2 :]
             c = (own["analysis"] @ rest).T
@@ -360,7 +363,7 @@ class GpuEncoder:
         self, c: torch.Tensor, own: dict[str, torch.Tensor], rdo: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Numbers and classes of coefficients [tokens, rank], as `rans.choose`."""
-        lengths = _lengths_on(str(self.device))
+        lengths = lengths_on(str(self.device))
 
         def bits(k: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
             places = zero + k

@@ -35,14 +35,13 @@ from assay.stats.equivalence import Margins
 from assay.stats.multiplicity import confidence_of_analysis
 from assay.verdict import Finding, Metric, Report, Verdict, worst
 from assay_lab.kv.cache_bytes import LENGTHS, NOTE, CacheBytes
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.samples import LayerStream, Samples
 from assay_lab.kv.evaluator import CodecEvaluator
 from assay_lab.kv.hook_plan import check_ranks, path_of
 from assay_lab.kv.interruption import Unfinished
 from assay_lab.kv.measured import Measured
 from assay_lab.kv.opening import ModelOnText, Work, engine_spec, open_evaluator
-from assay_lab.kv.packed_eval import run_packed
-from assay_lab.kv.pages import CODEC, refuse_wrapped
+from assay_lab.kv.pages import refuse_wrapped
 from assay_lab.kv.spec import KvSpec, parse_spec
 from assay_lab.options import EvalPlan
 
@@ -113,8 +112,6 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
 
     Interrupted, the report holds what was scored, and the same command goes on from there.
     """
-    if plan.codec == CODEC:
-        return run_packed(plan, comparison(plan), progress)
     run = EvalRun.of(plan)
     request = ModelOnText.of(plan, any_engine=True)
     with open_evaluator(request, run.work, progress) as evaluator:
@@ -324,7 +321,7 @@ def require_no_calibration(spec: KvSpec, streams: str) -> None:
     for stream in streams:
         recipe = spec.of(stream)
         if recipe:
-            recipe.fit(Samples(Site(stream, 0, 1, 1, 64)))
+            recipe.fit(Samples(LayerStream(stream, 0, 1, 1, 64)))
 
 
 def cache_figures(size: CacheBytes | None) -> list[Metric]:

@@ -1,83 +1,23 @@
-"""`assay kv encode` and `assay kv decode`: tensors in files to streams in files, and back."""
+"""`assay kv encode` and `decode`: tensors in files, and streams."""
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.verdict import Metric, Report, Verdict
 from assay_lab.kv.calibration import read_calibration
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.samples import LayerStream, Samples
 from assay_lab.kv.codecs.stream import from_bytes
+from assay_lab.kv.kktv import read_kktv, write_kktv
 from assay_lab.kv.spec import Recipe, parse_recipe
 from assay_lab.kv.stream_coder import FittedCodec
 from assay_lab.options import DecodePlan, EncodePlan, Place
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-
-
-# KKTV files: one matrix of float32 vectors.
-#
-# u32 magic 0x4B4B5456 | u32 version 1 | u64 vectors | u32 dimension | u32 zero | f32 values, row by
-# row; little-endian.
-
-MAGIC = 0x4B4B5456
-_HEADER = struct.Struct("<IIQII")
-
-
-def read_kktv(path: Path) -> np.ndarray[Any, Any]:
-    """The vectors [n, dimension], float32; AssayError where the file is no KKTV file or has another
-    length.
-    """
-    import numpy as np
-
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise _wrong(path, f"cannot be read: {error.strerror}") from error
-    if len(data) < _HEADER.size:
-        raise _wrong(path, f"has {len(data)} bytes, less than the {_HEADER.size} of its header")
-    magic, version, count, dimension, _ = _HEADER.unpack_from(data)
-    if magic != MAGIC:
-        raise _wrong(
-            path, f"is no KKTV file: it begins with 0x{magic:08X} instead of 0x{MAGIC:08X}"
-        )
-    if version != 1:
-        raise _wrong(path, f"has KKTV version {version}, this assay reads version 1")
-    due = _HEADER.size + 4 * count * dimension
-    if len(data) != due:
-        raise _wrong(path, f"has {len(data)} bytes, but {count} vectors of {dimension} need {due}")
-    return (
-        np.frombuffer(data, dtype="<f4", offset=_HEADER.size)
-        .reshape(count, dimension)
-        .astype(np.float32)
-    )
-
-
-def write_kktv(path: Path, vectors: np.ndarray[Any, Any]) -> None:
-    """Write vectors [n, dimension]; AssayError where they are no matrix or the file cannot be
-    written.
-    """
-    if vectors.ndim != 2:
-        raise _wrong(path, f"takes a matrix of vectors, not an array of {vectors.ndim} dimensions")
-    header = _HEADER.pack(MAGIC, 1, vectors.shape[0], vectors.shape[1], 0)
-    try:
-        path.write_bytes(header + vectors.astype("<f4").tobytes())
-    except OSError as error:
-        raise _wrong(path, f"cannot be written: {error.strerror}") from error
-
-
-def _wrong(path: Path, why: str) -> AssayError:
-    return AssayError(
-        f"the file {path} {why}",
-        finding_id="kv.kktv",
-        remedy="write the tensor again as KKTV, or give it as safetensors",
-    )
 
 
 SAFETENSORS = ".safetensors"
@@ -212,7 +152,9 @@ def _fitted(spec: str, place: Place, heads: int, head_dim: int) -> FittedCodec:
     if place.calibration is None:
         return recipe.fit(
             Samples(
-                _alone(recipe, Site(place.stream, place.layer, place.layer + 1, heads, head_dim))
+                _alone(
+                    recipe, LayerStream(place.stream, place.layer, place.layer + 1, heads, head_dim)
+                )
             )
         )
     calibration = read_calibration(Path(place.calibration))
@@ -226,7 +168,7 @@ def _fitted(spec: str, place: Place, heads: int, head_dim: int) -> FittedCodec:
             finding_id="kv.calibration_mismatch",
             remedy="give the calibration of the model that the tensor is from",
         )
-    site = _alone(recipe, Site(place.stream, place.layer, cache["layers"], heads, head_dim))
+    site = _alone(recipe, LayerStream(place.stream, place.layer, cache["layers"], heads, head_dim))
     if place.stream == "k" and not recipe.before_rope:
         raise _usage(
             f"{spec}: a calibration holds keys before RoPE, and no model is loaded here to rotate"
@@ -236,12 +178,12 @@ def _fitted(spec: str, place: Place, heads: int, head_dim: int) -> FittedCodec:
     return recipe.fit(calibration.samples(site, before_rope=True, rotary=None))
 
 
-def _alone(recipe: Recipe, site: Site) -> Site:
+def _alone(recipe: Recipe, site: LayerStream) -> LayerStream:
     """The site; AssayError where the codec predicts it from streams that are not in the file."""
-    if sides := recipe.sides(site):
+    if predictor_keys := recipe.predictor_keys(site):
         raise AssayError(
-            f"{recipe} predicts layer {site.layer}, stream {site.stream}, from layer {sides[0][0]},"
-            f" stream {sides[0][1]}, but a file holds one stream",
+            f"{recipe} predicts layer {site.layer}, stream {site.stream}, from layer {predictor_keys[0][0]},"
+            f" stream {predictor_keys[0][1]}, but a file holds one stream",
             finding_id="kv.side",
             remedy="use pca with predict=none here",
         )

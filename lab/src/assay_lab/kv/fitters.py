@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from assay.errors import AssayError
 from assay_lab.kv.cache_shape import CacheShape
-from assay_lab.kv.codecs.samples import Site
+from assay_lab.kv.codecs.samples import LayerStream
 from assay_lab.kv.layer_coders import CoderSet, LayerCoders
 from assay_lab.kv.spec import KvSpec
 
@@ -72,7 +72,9 @@ def predicts(spec: KvSpec, shape: CacheShape) -> bool:
     """
     last = shape.layers - 1
     return any(
-        recipe.sides(Site(stream, last, shape.layers, shape.kv_heads, shape.head_dim))
+        recipe.predictor_keys(
+            LayerStream(stream, last, shape.layers, shape.kv_heads, shape.head_dim)
+        )
         for stream in ("k", "v")
         if (recipe := spec.of(stream))
     )

@@ -15,8 +15,8 @@ from assay.errors import UsageError
 from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.calibration import Calibration, read_calibration
 from assay_lab.kv.layer_coders import CoderSet, LayerCoders, kept_layers, require_layers
+from assay_lab.kv.rotary import Rotary
 from assay_lab.kv.spec import Recipe, parse_spec
-from assay_lab.kv.transforms import Rotary
 
 
 class Mode(StrEnum):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from assay.errors import UsageError
 from assay_lab.kv.cache_shape import CacheShape
 from assay_lab.kv.calibration import Calibration
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.samples import LayerStream, Samples
 from assay_lab.kv.predictors import check_alone, predictors_of
+from assay_lab.kv.rotary import Rotary
 from assay_lab.kv.spec import Recipe
 from assay_lab.kv.stream_coder import FittedCodec, Key
-from assay_lab.kv.transforms import Rotary
 
 if TYPE_CHECKING:
     import torch
@@ -67,37 +67,48 @@ class LayerCoders:
         AssayError where the recipe needs a calibration and there is none.
         """
         site, coded = self._site(layer, stream), coded or {}
-        sides = predictors_of(recipe, site, coded, self.shape)
-        key = (recipe, layer, stream, tuple((side, id(coded.get(side))) for side in sides))
+        predictor_keys = predictors_of(recipe, site, coded, self.shape)
+        key = (
+            recipe,
+            layer,
+            stream,
+            tuple((source, id(coded.get(source))) for source in predictor_keys),
+        )
         if key not in self._fitted:
-            fitted = recipe.fit(self._samples(recipe, site, coded, sides))
+            fitted = recipe.fit(self._samples(recipe, site, coded, predictor_keys))
             check_alone(fitted, coded)
             self._fitted[key] = fitted
         return self._fitted[key]
 
     def _samples(
-        self, recipe: Recipe, site: Site, coded: Mapping[Key, FittedCodec], sides: Sequence[Key]
+        self,
+        recipe: Recipe,
+        site: LayerStream,
+        coded: Mapping[Key, FittedCodec],
+        predictor_keys: Sequence[Key],
     ) -> Samples:
         if not self.calibration:
             return Samples(site)
         found = self.calibration.samples(site, before_rope=recipe.before_rope, rotary=self.rotary)
-        side = self._side(coded, sides)
+        predictors = self._predictors(coded, predictor_keys)
         if (
-            side is not None
+            predictors is not None
             and found.x is not None
             and self.rotary
-            and found.x.shape[1] < side.shape[1]
+            and found.x.shape[1] < predictors.shape[1]
         ):
-            side = side[:, self.calibration.tensors["positions"] < self.rotary.length]
-        return replace(found, side=side, sides=tuple(sides))
+            predictors = predictors[:, self.calibration.tensors["positions"] < self.rotary.length]
+        return replace(found, predictors=predictors, predictor_keys=tuple(predictor_keys))
 
-    def _side(self, coded: Mapping[Key, FittedCodec], sides: Sequence[Key]) -> torch.Tensor | None:
+    def _predictors(
+        self, coded: Mapping[Key, FittedCodec], predictor_keys: Sequence[Key]
+    ) -> torch.Tensor | None:
         """What the decoder has of the samples of some streams, their heads one after the other,
         keys before RoPE.
         """
         import torch
 
-        parts = [self._reconstructed(key, coded) for key in sides]
+        parts = [self._reconstructed(key, coded) for key in predictor_keys]
         return torch.cat(parts) if parts else None
 
     def _reconstructed(self, key: Key, coded: Mapping[Key, FittedCodec]) -> torch.Tensor:
@@ -109,7 +120,7 @@ class LayerCoders:
             return x
         known = self._decoded.get(key)
         if known is None or known[0] is not coder:
-            back = coder.reconstruct(x, self._side(coded, coder.sides))
+            back = coder.reconstruct(x, self._predictors(coded, coder.predictor_keys))
             if samples.positions is not None:
                 back = back.where((samples.positions >= coder.exact_first)[:, None], x)
             # In bf16: what is learnt from them does not hang on their last digits.
@@ -118,8 +129,10 @@ class LayerCoders:
                 del self._decoded[old]
         return self._decoded[key][1].float()
 
-    def _site(self, layer: int, stream: str) -> Site:
-        return Site(stream, layer, self.shape.layers, self.shape.kv_heads, self.shape.head_dim)
+    def _site(self, layer: int, stream: str) -> LayerStream:
+        return LayerStream(
+            stream, layer, self.shape.layers, self.shape.kv_heads, self.shape.head_dim
+        )
 
     def fit_all(
         self, recipe_of: RecipeOf, layers: Iterable[int] | None = None, streams: str = "kv"

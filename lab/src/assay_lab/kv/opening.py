@@ -39,7 +39,7 @@ from assay_lab.kv.evaluator import (
 from assay_lab.kv.hook_plan import Mode, path_of
 from assay_lab.kv.layer_coders import LayerCoders, kept_layers
 from assay_lab.kv.measured import kept_measurements
-from assay_lab.kv.transforms import Rotary
+from assay_lab.kv.rotary import Rotary
 
 
 def engine_spec(model: str) -> str:

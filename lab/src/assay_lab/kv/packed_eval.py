@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qsl, quote
 
+from assay.engines.ray_scorer import on_ray
 from assay.errors import UsageError
 from assay.fidelity.compare import run_compare
 from assay.fidelity.names import label_of
-from assay.fidelity.plan import Plan
-from assay.progress import Progress
+from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Metric, Report
 from assay_lab.kv.calibration import read_calibration
+from assay_lab.kv.eval import comparison
 from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.pages import BLOCK, CODEC
 from assay_lab.kv.pages.layout import layout_of
@@ -20,14 +21,10 @@ from assay_lab.kv.pages.source import source_of
 from assay_lab.options import EvalPlan
 
 
-def run_packed(plan: EvalPlan, compared: Plan, progress: Progress) -> Report:
+@on_ray
+def run_packed(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Grade packed pages of vLLM: the same engine with its own cache against what is really
     resident.
-
-    Args:
-        plan: The command's plan.
-        compared: The comparison of the model with itself, in which the pages are the candidate.
-        progress: Where progress goes.
     """
     kind, _, rest = plan.model.partition(":")
     if kind != "vllm" or plan.calibration is None:
@@ -63,7 +60,11 @@ def run_packed(plan: EvalPlan, compared: Plan, progress: Progress) -> Report:
     pages_of = quote(str(Path(plan.calibration).resolve()))
     candidate = f"{plan.model}{'&' if query else '?'}kv_pages={pages_of}"
     compared = replace(
-        compared, candidates=(candidate,), budget=plan.budget, quick=plan.quick, all=plan.all
+        comparison(plan),
+        candidates=(candidate,),
+        budget=plan.budget,
+        quick=plan.quick,
+        all=plan.all,
     )
     found = run_compare(compared, progress)
     calibration.check_text(found.results.get("text", {}), ())

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from assay.errors import UsageError
 from assay_lab.kv.cache_shape import CacheShape
-from assay_lab.kv.codecs.samples import Site
+from assay_lab.kv.codecs.samples import LayerStream
 from assay_lab.kv.spec import Recipe
 from assay_lab.kv.stream_coder import Coders, FittedCodec, Key
 
 
 def predictors_of(
-    recipe: Recipe, site: Site, coded: Mapping[Key, FittedCodec], shape: CacheShape
+    recipe: Recipe, site: LayerStream, coded: Mapping[Key, FittedCodec], shape: CacheShape
 ) -> tuple[Key, ...]:
     """The streams that a site's coder predicts from, given the coders before it.
 
@@ -20,13 +20,13 @@ def predictors_of(
     """
     own = shape.windows[site.layer]
     found = []
-    for key in recipe.sides(site):
+    for key in recipe.predictor_keys(site):
         window = shape.windows[key[0]]
         if window is not None and (own is None or own > window):
             continue
-        side = coded.get(key)
-        if side is not None and not side.lossless:
-            _check(recipe, site, key, side)
+        source = coded.get(key)
+        if source is not None and not source.lossless:
+            _check(recipe, site, key, source)
         found.append(key)
     return tuple(found)
 
@@ -35,15 +35,15 @@ def last_readers(coders: Coders) -> dict[Key, int]:
     """Every stream that another predicts from, with the last layer that does."""
     found: dict[Key, int] = {}
     for (layer, _), coder in coders.items():
-        for side in coder.sides:
-            found[side] = max(layer, found.get(side, layer))
+        for source in coder.predictor_keys:
+            found[source] = max(layer, found.get(source, layer))
     return found
 
 
 def check_alone(fitted: FittedCodec, coded: Mapping[Key, FittedCodec]) -> None:
     """UsageError where a coder of blocks predicts from coded tokens, which are decoded one by one."""
     if fitted.granularity != 1 and any(
-        key in coded and not coded[key].lossless for key in fitted.sides
+        key in coded and not coded[key].lossless for key in fitted.predictor_keys
     ):
         raise UsageError(
             f"{fitted.spec} in layer {fitted.site.layer}, stream {fitted.site.stream}, codes"
@@ -54,23 +54,23 @@ def check_alone(fitted: FittedCodec, coded: Mapping[Key, FittedCodec]) -> None:
         )
 
 
-def _check(recipe: Recipe, site: Site, key: Key, side: FittedCodec) -> None:
+def _check(recipe: Recipe, site: LayerStream, key: Key, source: FittedCodec) -> None:
     here = (
         f"{recipe} in layer {site.layer}, stream {site.stream}, predicts from layer {key[0]},"
         f" stream {key[1]}"
     )
-    ends = (side.exact_first, side.exact_last), (recipe.exact_first, recipe.exact_last)
-    if side.granularity != 1 or ends[0] != ends[1]:
+    ends = (source.exact_first, source.exact_last), (recipe.exact_first, recipe.exact_last)
+    if source.granularity != 1 or ends[0] != ends[1]:
         raise UsageError(
             f"{here}, which must be coded token by token with the same sinks and recent tokens, not"
-            f" by {side.spec}",
+            f" by {source.spec}",
             remedy=(
                 "give both streams the same wrappers, and codecs of single tokens such as pca or"
                 " hadamard"
             ),
             finding_id="kv.side",
         )
-    if key[1] == "k" and not side.before_rope:
+    if key[1] == "k" and not source.before_rope:
         raise UsageError(
             f"{here}, whose keys are coded after RoPE",
             remedy="put prerope before the codec of the keys",

@@ -1,11 +1,9 @@
-"""Interleaved rANS: the fast entropy coder of numbers whose laws a calibration has chosen.
+"""Interleaved rANS: the fast entropy coder of numbers whose distributions a calibration has chosen.
 
 Range asymmetric numeral systems (Duda, arXiv:1311.2540) with four states that take turns (Giesen,
-arXiv:1402.3392):
-32-bit states, 16-bit words, probabilities in 1/4096. Two look-ups decode a number: a slot of 4096
-  names the number in a byte,
-and the number its frequency and first slot; so the tables of the few laws of a channel stay in the
-first cache. The laws are those of `codecs.pca_entropy`, cut into at most 253 buckets of
+arXiv:1402.3392): 32-bit states, 16-bit words, probabilities in 1/4096. Two look-ups decode a
+number: a slot of 4096 gives its symbol in a byte, and the symbol its frequency and first slot; so
+the tables of the few distributions of a channel stay in the first cache. The distributions are those of `codecs.pca_entropy`, cut into at most 253 buckets of
 2^m numbers; the m lowest bits of a number go into the same states as they are.
 
 Numbers are coded channel by channel, tokens within. Before them comes the class of every token.
@@ -21,7 +19,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from assay_lab.kv.codecs.pca_entropy import ESCAPE, LAWS, RADIUS, _laws
+from assay_lab.kv.codecs.distributions import DISTRIBUTIONS, ESCAPE, RADIUS, _distributions
 
 LANES = 4
 BITS = 12
@@ -58,25 +56,29 @@ def frequencies(odds: NDArray[np.float64]) -> NDArray[np.int64]:
 
 @cache
 def tables() -> tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint8]]:
-    """Of every law: what each slot names [LAWS, 4096], first slot << 16 | frequency of each name
-    [LAWS, 256], and its m.
+    """Of every distribution: what each slot names [DISTRIBUTIONS, 4096], first slot << 16 | frequency of each name
+    [DISTRIBUTIONS, 256], and its m.
 
     The name of a bucket is bucket + 128.
     """
-    laws, radius = _laws()
-    slots = np.empty((LAWS, TOTAL), np.uint8)
-    codes = np.zeros((LAWS, 256), np.uint32)
-    shifts = np.zeros(LAWS, np.uint8)
-    for law in range(LAWS):
-        r, m = int(radius[law]), 0
+    distributions, radius = _distributions()
+    slots = np.empty((DISTRIBUTIONS, TOTAL), np.uint8)
+    codes = np.zeros((DISTRIBUTIONS, 256), np.uint32)
+    shifts = np.zeros(DISTRIBUTIONS, np.uint8)
+    for distribution in range(DISTRIBUTIONS):
+        r, m = int(radius[distribution]), 0
         while (r + (1 << m) - 1) >> m > _HALF:
             m += 1
-        shifts[law] = m
+        shifts[distribution] = m
         numbers = np.arange(-r, r + 1)
         buckets = numbers >> m
-        odds = np.bincount(buckets - buckets[0], weights=laws[law, RADIUS - r : RADIUS + r + 1])
-        names = np.append(np.arange(buckets[0], buckets[0] + odds.size), _OUT)
-        slots[law], codes[law] = _tables_of(frequencies(np.append(odds, laws[law, -1])), names)
+        odds = np.bincount(
+            buckets - buckets[0], weights=distributions[distribution, RADIUS - r : RADIUS + r + 1]
+        )
+        symbols = np.append(np.arange(buckets[0], buckets[0] + odds.size), _OUT)
+        slots[distribution], codes[distribution] = _tables_of(
+            frequencies(np.append(odds, distributions[distribution, -1])), symbols
+        )
     return slots, codes, shifts
 
 
@@ -91,46 +93,52 @@ def tables_of_classes(
     return _tables_of(frequencies(odds.astype(np.float64)), np.arange(odds.size))
 
 
-def _tables_of(counts: NDArray[np.int64], names: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def _tables_of(
+    counts: NDArray[np.int64], symbols: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any]]:
     starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
     codes = np.zeros(256, np.int64)
-    codes[names + 128] = starts << 16 | counts
-    return np.repeat(names + 128, counts).astype(np.uint8), codes.astype(np.uint32)
+    codes[symbols + 128] = starts << 16 | counts
+    return np.repeat(symbols + 128, counts).astype(np.uint8), codes.astype(np.uint32)
 
 
 def encode(
     numbers: NDArray[np.int16],
     kinds: NDArray[np.uint8],
-    laws: NDArray[np.integer[Any]],
+    distributions: NDArray[np.integer[Any]],
     class_codes: NDArray[np.uint32],
 ) -> tuple[NDArray[np.uint32], Words]:
-    """Final states [4] and words of numbers [channels, tokens], of tokens' classes, `laws`
+    """Final states [4] and words of numbers [channels, tokens], of tokens' classes, `distributions`
     [classes, channels].
     """
     _, codes, shifts = tables()
     room = np.empty(2 * (numbers.size + kinds.size) + 8, np.uint16)
     states = np.full(LANES, _LOWEST, np.int64)
-    first = _encode(numbers, kinds, laws.astype(np.int64), codes, shifts, class_codes, room, states)
+    first = _encode(
+        numbers, kinds, distributions.astype(np.int64), codes, shifts, class_codes, room, states
+    )
     return states.astype(np.uint32), room[first:]
 
 
 def decode_numbers(
     states: NDArray[np.uint32],
     words: Words,
-    laws: NDArray[np.integer[Any]],
+    distributions: NDArray[np.integer[Any]],
     class_tables: tuple[NDArray[np.uint8], NDArray[np.uint32]],
     tokens: int,
 ) -> tuple[NDArray[np.int16], NDArray[np.uint8]] | None:
     """What `encode` was given; None where states and words are no code of these tables."""
-    channels = laws.shape[1]
+    channels = distributions.shape[1]
     numbers, kinds = np.empty((channels, tokens), np.int16), np.zeros(tokens, np.uint8)
-    if not read(states, words, laws.astype(np.int64), *tables(), *class_tables, numbers, kinds):
+    if not read(
+        states, words, distributions.astype(np.int64), *tables(), *class_tables, numbers, kinds
+    ):
         return None
     return numbers, kinds
 
 
 @compiled
-def _encode(numbers, kinds, laws, codes, shifts, class_codes, room, states):  # type: ignore[no-untyped-def]
+def _encode(numbers, kinds, distributions, codes, shifts, class_codes, room, states):  # type: ignore[no-untyped-def]
     """Everything backwards, as rANS must; words are written from the end of `room`. Returns where
     they begin.
     """
@@ -138,8 +146,8 @@ def _encode(numbers, kinds, laws, codes, shifts, class_codes, room, states):  # 
     at = room.size
     for c in range(channels - 1, -1, -1):
         for t in range(tokens - 1, -1, -1):
-            law = laws[kinds[t], c]
-            m = np.int64(shifts[law])
+            distribution = distributions[kinds[t], c]
+            m = np.int64(shifts[distribution])
             k = np.int64(numbers[c, t])
             x = states[t & 3]
             bucket = np.int64(_OUT)
@@ -152,7 +160,7 @@ def _encode(numbers, kinds, laws, codes, shifts, class_codes, room, states):  # 
                     room[at] = x & 0xFFFF
                     x >>= 16
                 x = (x << m) | low
-            entry = np.int64(codes[law, bucket + 128])
+            entry = np.int64(codes[distribution, bucket + 128])
             states[t & 3], at = _put(x, entry, room, at)
     if class_codes.size:
         for t in range(tokens - 1, -1, -1):
@@ -186,7 +194,9 @@ def _refill(x, words, at):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def read(states, words, laws, slots, codes, shifts, class_slots, class_codes, numbers, kinds):  # type: ignore[no-untyped-def]
+def read(  # type: ignore[no-untyped-def]
+    states, words, distributions, slots, codes, shifts, class_slots, class_codes, numbers, kinds
+):
     """Numbers and classes; whether states and words were used up as an encoder leaves them.
 
     `words` are read no further than they go.
@@ -219,15 +229,19 @@ def read(states, words, laws, slots, codes, shifts, class_slots, class_codes, nu
                 s2 = x
             else:
                 s3 = x
-            if at > end or kinds[t] >= laws.shape[0]:
+            if at > end or kinds[t] >= distributions.shape[0]:
                 return False
     # Unsigned places, since numba looks whether others are negative.
-    flat, names, starts = slots.reshape(-1), codes.reshape(-1), np.empty(laws.shape[0], np.uint64)
+    flat, symbols, starts = (
+        slots.reshape(-1),
+        codes.reshape(-1),
+        np.empty(distributions.shape[0], np.uint64),
+    )
     for c in range(channels):
         wide = False
-        for i in range(laws.shape[0]):
-            wide |= shifts[laws[i, c]] > 0
-            starts[i] = laws[i, c] << 12
+        for i in range(distributions.shape[0]):
+            wide |= shifts[distributions[i, c]] > 0
+            starts[i] = distributions[i, c] << 12
         row = numbers[c]
         first = 0 if wide else full
         for t in range(0, 0 if wide else full, 4):
@@ -241,10 +255,10 @@ def read(states, words, laws, slots, codes, shifts, class_slots, class_codes, nu
             n1 = flat[l1 + np.uint64(s1 & 4095)]
             n2 = flat[l2 + np.uint64(s2 & 4095)]
             n3 = flat[l3 + np.uint64(s3 & 4095)]
-            s0, at = _take(s0, names[(l0 >> _FOUR) + np.uint64(n0)], padded, at)
-            s1, at = _take(s1, names[(l1 >> _FOUR) + np.uint64(n1)], padded, at)
-            s2, at = _take(s2, names[(l2 >> _FOUR) + np.uint64(n2)], padded, at)
-            s3, at = _take(s3, names[(l3 >> _FOUR) + np.uint64(n3)], padded, at)
+            s0, at = _take(s0, symbols[(l0 >> _FOUR) + np.uint64(n0)], padded, at)
+            s1, at = _take(s1, symbols[(l1 >> _FOUR) + np.uint64(n1)], padded, at)
+            s2, at = _take(s2, symbols[(l2 >> _FOUR) + np.uint64(n2)], padded, at)
+            s3, at = _take(s3, symbols[(l3 >> _FOUR) + np.uint64(n3)], padded, at)
             row[t] = n0
             row[t + 1] = n1
             row[t + 2] = n2
@@ -253,13 +267,15 @@ def read(states, words, laws, slots, codes, shifts, class_slots, class_codes, nu
                 return False
         for t in range(first):
             row[t] = ESCAPE if row[t] == 255 else row[t] - 128
-        for t in range(first, tokens):  # the last few, and all of a law whose numbers have low bits
+        for t in range(
+            first, tokens
+        ):  # the last few, and all of a distribution whose numbers have low bits
             lane = t & 3
             x = s0 if lane == 0 else (s1 if lane == 1 else (s2 if lane == 2 else s3))
-            law = laws[kinds[t], c]
-            m = np.int64(shifts[law])
-            n = slots[law, x & 4095]
-            x, at = _take(x, codes[law, n], padded, at)
+            distribution = distributions[kinds[t], c]
+            m = np.int64(shifts[distribution])
+            n = slots[distribution, x & 4095]
+            x, at = _take(x, codes[distribution, n], padded, at)
             low = x & ((np.int64(1) << m) - 1)
             x, at = _refill(x >> m, padded, at)
             row[t] = ESCAPE if n == 255 else ((np.int64(n) - 128) << m) | low
@@ -318,12 +334,12 @@ def values(numbers, gaps, scale, escaped, out, column):  # type: ignore[no-untyp
 
 
 @compiled
-def sections(raw, begins, ends, tokens, columns, laws, tables, out):  # type: ignore[no-untyped-def]
+def sections(raw, begins, ends, tokens, columns, distributions, tables, out):  # type: ignore[no-untyped-def]
     """The coefficients of one stream in several blocks into `out` [channels, ..], from `columns`
     on; bf16 as uint16.
 
     `raw` are the blocks in words of 16 bits; a section lies from `begins` to `ends`: escapes and
-    their float32, states, words. `tables` are slots, codes and shifts of laws, slots and codes of
+    their float32, states, words. `tables` are slots, codes and shifts of distributions, slots and codes of
     classes, gaps, scale. Returns the block that is no code of these tables, −1 where all are.
     """
     slots, codes, shifts, class_slots, class_codes, gaps, scale = tables
@@ -340,14 +356,14 @@ def sections(raw, begins, ends, tokens, columns, laws, tables, out):  # type: ig
                 16
             )
         numbers, kinds = (
-            np.empty((laws.shape[1], tokens[i]), np.int16),
+            np.empty((distributions.shape[1], tokens[i]), np.int16),
             np.zeros(tokens[i], np.uint8),
         )
         words = raw[at + 10 + 2 * count : end]
         if not read(
             held[count:],
             words,
-            laws,
+            distributions,
             slots,
             codes,
             shifts,

@@ -1,13 +1,12 @@
-"""A KV cache of transformers that holds the compressed streams themselves, so that memory is really
-freed.
+"""The compressed cache of transformers: it holds the streams themselves, so that memory is freed.
 
 Each layer keeps the payloads of full blocks as bytes, the exact sinks, and the tokens that are not
-coded yet; reading decodes, one layer at a time. What attention sees is what `assay kv eval`
-measures in its mode *decode*: the first call (the prompt) attends to exact keys and values; every
-later token reads what the codec makes of those before it, and is coded itself when its block is
-full and it is no longer recent, or at once where each token is coded alone. A codec that predicts
-gets what the layer below, and the keys of its own, decoded in the same call; only that is kept,
-until the layer is done.
+coded yet; reading decodes, one layer at a time. Attention sees what `assay kv eval` measures in its
+mode *decode*: the first call (the prompt) attends to exact keys and values; every later token reads
+what the codec makes of those before it, and is coded itself when its block is full and it is no
+longer recent, or at once where each token is coded alone. A codec that predicts gets what the layer
+below, and the keys of its own, decoded in the same call; only that is kept, until the layer is
+done.
 
     cache = resident_cache(model, "prerope+sinks(n=4)+hadamard(bits=4)", length=2048)
     model.generate(**inputs, past_key_values=cache)
@@ -17,94 +16,25 @@ until the layer is done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 from transformers import DynamicCache
 
 from assay.errors import AssayError, UsageError
 from assay_lab.kv.cache_shape import cache_shape
-from assay_lab.kv.calibration import Calibration, read_calibration
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.calibration import read_calibration
+from assay_lab.kv.handover import Handover, handovers
 from assay_lab.kv.layer_coders import CoderSet, LayerCoders
 from assay_lab.kv.predictors import last_readers
-from assay_lab.kv.spec import KvSpec, parse_spec
-from assay_lab.kv.stream_coder import Coders, Key
-from assay_lab.kv.transforms import Rotary
+from assay_lab.kv.rotary import Rotary
+from assay_lab.kv.spec import parse_spec
 
 if TYPE_CHECKING:
     import torch
 
     from assay_lab.kv.stream_coder import FittedCodec
-
-
-# What one stream of a compressed cache decoded in the running step, for the streams that predict
-# from it.
-
-
-class Handover:
-    """Tokens [rows, heads, tokens, head_dim] as a decoder has them: float32, keys before RoPE.
-
-    `rotary` is that of keys that may be handed over exact, None for values. They are kept until
-    `clear`, not longer than the last stream that predicts from them needs.
-    """
-
-    def __init__(self, layer: int, rotary: Rotary | None) -> None:
-        self._layer = layer
-        self.rotary = rotary
-        self._pieces: list[tuple[int, torch.Tensor]] = []
-
-    def put(self, states: torch.Tensor, first: int) -> None:
-        """Decoded tokens from position `first` on; they count where earlier ones of the same
-        positions differ.
-        """
-        self._pieces.append((first, states))
-
-    def put_exact(self, x: torch.Tensor, first: int) -> None:
-        """Tokens that are not coded, as attention sees them."""
-        if self.rotary:
-            x = self.rotary.at(self._layer, first, first + x.shape[-2]).remove(x)
-        self.put(x.float(), first)
-
-    def take(self, lo: int, hi: int, seen_from: int) -> torch.Tensor:
-        """Positions lo … hi − 1. Zeros stand for tokens before `seen_from` that are gone;
-        ValueError for others.
-        """
-        for first, states in reversed(self._pieces):
-            if first <= lo and hi <= first + states.shape[-2]:
-                return states[..., lo - first : hi - first, :]
-        covered = lo if lo >= seen_from else min(seen_from, hi)
-        for first, states in sorted(self._pieces, key=_first):
-            if first <= covered:
-                covered = max(covered, first + states.shape[-2])
-        if not self._pieces or covered < hi:
-            raise ValueError(f"positions {lo} to {hi} of layer {self._layer} are not decoded yet")
-        like = self._pieces[0][1]
-        out = like.new_zeros((*like.shape[:-2], hi - lo, like.shape[-1]))
-        for first, states in self._pieces:
-            begin, end = max(lo, first), min(hi, first + states.shape[-2])
-            if begin < end:
-                out[..., begin - lo : end - lo, :] = states[..., begin - first : end - first, :]
-        return out
-
-    def clear(self) -> None:
-        """Nothing predicts from them any more."""
-        self._pieces.clear()
-
-
-def handovers(coders: Coders, rotary: Rotary) -> dict[Key, Handover]:
-    """One for every stream that another predicts from."""
-    return {
-        key: Handover(key[0], rotary if key[1] == "k" else None) for key in last_readers(coders)
-    }
-
-
-def _first(piece: tuple[int, torch.Tensor]) -> int:
-    return piece[0]
 
 
 def resident_cache(
@@ -145,7 +75,9 @@ def compressed(held: Any, coders: CoderSet, rotary: Rotary, length: int) -> Any:
                 rotary,
                 layer.assay_window,
                 length,
-                sides=tuple(given[side] for side in (coder.sides if coder else ())),
+                predictors=tuple(
+                    given[source] for source in (coder.predictor_keys if coder else ())
+                ),
                 handover=given.get((index, stream)),
             )
             for stream in "kv"
@@ -159,7 +91,7 @@ class HeldStream:
     be.
 
     `window`: a sliding layer's; blocks that no later query can see are dropped. `length` bounds
-    positions before RoPE. `sides` are those of the streams that the coder predicts from, updated
+    positions before RoPE. `predictors` are those of the streams that the coder predicts from, updated
     before this one in every step; into `handover` goes what others predict from.
     """
 
@@ -171,7 +103,7 @@ class HeldStream:
         window: int | None,
         length: int,
         *,
-        sides: Sequence[Handover] = (),
+        predictors: Sequence[Handover] = (),
         handover: Handover | None = None,
     ) -> None:
         self._layer = layer
@@ -179,7 +111,7 @@ class HeldStream:
         self._rotary = rotary if coder and coder.before_rope and not coder.lossless else None
         self._back = None if window is None else window - 1
         self._limit = length
-        self._sides = tuple(sides)
+        self._predictors = tuple(predictors)
         self._handover = handover
         self._exact = coder is None or coder.lossless
         self.reads = 0
@@ -297,12 +229,14 @@ class HeldStream:
         return self._outside(states, at)
 
     def _near(self, lo: int, hi: int, seen_from: int, device: torch.device) -> torch.Tensor | None:
-        """What the coder predicts positions lo … hi − 1 from, [rows, side heads, tokens, d]."""
+        """What the coder predicts positions lo … hi − 1 from, [rows, predictor heads, tokens, d]."""
         import torch
 
-        if not self._sides:
+        if not self._predictors:
             return None
-        return torch.cat([side.take(lo, hi, seen_from).to(device) for side in self._sides], dim=1)
+        return torch.cat(
+            [source.take(lo, hi, seen_from).to(device) for source in self._predictors], dim=1
+        )
 
     def _decoded(self, own: FittedCodec, device: torch.device, seen_from: int) -> torch.Tensor:
         """The tokens of all blocks as the codec sees them, in one go."""
@@ -377,10 +311,10 @@ class HeldStream:
         """Whole blocks of [rows, heads, tokens, d] as bytes by block and row."""
         coder, rows = own.coder, x.shape[0]
         near = self._near(at, at + x.shape[-2], seen_from, x.device)
-        side = None if near is None else _blocks(near, coder.block_tokens)
-        codes = coder.quantise(_blocks(self._inside(x, at), coder.block_tokens), side)
+        predictors = None if near is None else _blocks(near, coder.block_tokens)
+        codes = coder.quantise(_blocks(self._inside(x, at), coder.block_tokens), predictors)
         if self._handover and not self._exact:
-            self._handover.put(_tokens(coder.dequantise(codes, side), rows), at)
+            self._handover.put(_tokens(coder.dequantise(codes, predictors), rows), at)
         found = coder.pack(codes)
         return [found[i : i + rows] for i in range(0, len(found), rows)]
 
@@ -420,7 +354,6 @@ def _folded(x: torch.Tensor) -> torch.Tensor:
 @cache
 def _cache_type() -> type:
     """`DynamicCache` that knows its bytes."""
-    from transformers import DynamicCache
 
     class ResidentCache(DynamicCache):  # type: ignore[misc, unused-ignore]
         table_bytes: int
@@ -498,179 +431,3 @@ def _resident(base: type) -> type:
 
     Resident.__name__ = f"Resident{base.__name__}"
     return Resident
-
-
-# A codec on a plain model of transformers, for the time of a context.
-
-
-_NAMES = ("past_key_values", "cache")
-"""What a model calls its cache: `cache` from transformers 5.24 on."""
-_LONGEST = 32_768
-_ATTACHED: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""The SPECs at work, by model."""
-
-
-@dataclass(frozen=True)
-class HeldBytes:
-    """Bytes of the latest cache when the model last ran, of the same tokens in its own type, and of
-    the decoders' tables.
-    """
-
-    stored: int
-    exact: int
-    tables: int
-
-    @property
-    def ratio(self) -> float:
-        """How many times smaller the cache is, tables aside; NaN before the first token."""
-        return self.exact / self.stored if self.stored else float("nan")
-
-
-@dataclass(frozen=True)
-class AttachableCodec:
-    """A SPEC with its calibration: what `assay_lab.codec` gives."""
-
-    spec: KvSpec
-    calibration: Calibration | None = None
-
-    @classmethod
-    def of(cls, spec: str, calibration: str | Path | None = None) -> AttachableCodec:
-        """UsageError for a wrong SPEC; AssayError where it needs a calibration and has none, or one
-        that cannot be read.
-        """
-        parsed = parse_spec(spec)
-        if calibration is not None:
-            return cls(parsed, read_calibration(Path(calibration)))
-        try:
-            for stream in "kv":
-                if recipe := parsed.of(stream):
-                    recipe.fit(Samples(Site(stream, 0, 1, 1, 64)))
-        except AssayError as error:
-            if error.finding_id != "kv.no_calibration":
-                raise
-            raise AssayError(
-                f"{spec} learns from a calibration, and none is given",
-                finding_id="kv.no_calibration",
-                remedy=(
-                    "codec(SPEC, calibration=FILE); this makes one: `assay kv calibrate MODEL"
-                    " --text FILE --out FILE`"
-                ),
-            ) from None
-        return cls(parsed)
-
-    def attached(self, model: Any, *, length: int | None = None) -> Attached:
-        """The context in which caches of `model` are coded; `length`: the most tokens of a
-        sequence.
-
-        Without a length it is what the model was made for, at most 32,768. AssayError for a model
-        whose layers are not all full or sliding attention, and for a calibration of another model.
-        """
-        return Attached(self, model, length)
-
-
-class Attached:
-    """One attachment. `reads`: how often a layer's keys or values were read as the codec made them,
-    since it was entered.
-    """
-
-    def __init__(self, codec: AttachableCodec, model: Any, length: int | None) -> None:
-        self.codec = codec
-        self.model = model
-        self.reads = 0
-        self.bytes = HeldBytes(0, 0, 0)
-        if not callable(getattr(model, "get_decoder", None)):
-            raise UsageError(
-                f"{type(model).__name__} is no language model of transformers",
-                remedy="give what AutoModelForCausalLM.from_pretrained gives",
-                finding_id="kv.usage",
-            )
-        shape = cache_shape(model)
-        if codec.calibration is not None:
-            codec.calibration.check_model(shape)
-        config = model.config.get_text_config()
-        self.length = length or min(
-            _LONGEST, getattr(config, "max_position_embeddings", None) or _LONGEST
-        )
-        self._rotary = Rotary(model, self.length)
-        layer_coders = LayerCoders(shape, self._rotary, codec.calibration)
-        self._coders: CoderSet = layer_coders.fit_all(lambda _, stream: codec.spec.of(stream))
-        self._seen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._hooks: list[Any] = []
-        self._ran = False
-
-    def __enter__(self) -> Self:
-        if self.model in _ATTACHED:
-            raise UsageError(
-                f"{_ATTACHED[self.model]} is attached to this model already",
-                remedy="leave its context before another one begins",
-                finding_id="kv.usage",
-            )
-        _ATTACHED[self.model] = str(self.codec.spec)
-        self.reads, self._ran = 0, False
-        decoder = self.model.get_decoder()
-        self._hooks = [
-            decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-            decoder.register_forward_hook(self._after, with_kwargs=True),
-        ]
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        _ATTACHED.pop(self.model, None)
-        if kind is None and self._ran and not self.reads:
-            raise AssayError(
-                f"{self.codec.spec} took no part: all that the model read was exact",
-                finding_id="fidelity.not_engaged",
-                remedy=(
-                    "generate more tokens than the codec keeps exact, with use_cache; a pass over a"
-                    " prompt reads no cache"
-                ),
-            )
-
-    def _before(self, decoder: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """Make the cache that a forward pass begins with a compressed one."""
-        name = next((n for n in _NAMES if n in given), _NAMES[0])
-        held = given.get(name)
-        uses = given.get("use_cache")
-        if held is None and (uses or (uses is None and decoder.config.use_cache)):
-            held = DynamicCache(config=self.model.config)
-        if held is None or held in self._seen:
-            return None
-        if type(held) is not DynamicCache:
-            raise UsageError(
-                f"{self.codec.spec} takes the cache that `generate` makes by itself (DynamicCache),"
-                f" not {type(held).__name__}",
-                remedy="leave out past_key_values and cache_implementation",
-                finding_id="kv.unsupported",
-            )
-        if held.get_seq_length():
-            raise UsageError(
-                f"a cache of {held.get_seq_length()} tokens was begun without {self.codec.spec}",
-                remedy="begin it inside the context",
-                finding_id="kv.unsupported",
-            )
-        if not held.layers:
-            held.layers = DynamicCache(config=self.model.config).layers
-        compressed(held, self._coders, self._rotary, self.length)
-        self._seen[held] = 0
-        return args, {**given, name: held}
-
-    def _after(
-        self, decoder: Any, args: tuple[Any, ...], given: dict[str, Any], output: Any
-    ) -> None:
-        """Count what the codec did, and what the cache takes now."""
-        self._ran = True
-        held = next((given[n] for n in _NAMES if given.get(n) is not None), None)
-        if held is None or held not in self._seen:
-            return
-        reads = sum(stream.reads for layer in held.layers for stream in layer.assay_streams)
-        self.reads += reads - self._seen[held]
-        self._seen[held] = reads
-        self.bytes = HeldBytes(held.resident_bytes, held.exact_bytes, held.table_bytes)

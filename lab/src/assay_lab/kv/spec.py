@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from assay.errors import UsageError
 from assay.plugins import load, names
-from assay.verdict import Report, Table, Verdict
-from assay_lab.kv.codecs.base import Codec
+from assay_lab.kv.codecs.base import Capabilities, Codec
 from assay_lab.kv.codecs.placement import Placement, Wrapper
-from assay_lab.kv.codecs.samples import Samples, Site, Tables
+from assay_lab.kv.codecs.samples import LayerStream, Samples, Tables
 from assay_lab.kv.stream_coder import FittedCodec
 
 # Codecs and wrappers by the name they have in a SPEC; each is imported when it is first asked for.
@@ -30,18 +29,18 @@ CODECS = {
     "int": "int_groups:IntGroups",
     "hadamard": "hadamard:Hadamard",
     "lattice": "lattice:Lattice",
-    "kakeya": "kakeya:Kakeya",
+    "kakeya": "kakeya.codec:Kakeya",
     "pca": "pca:Pca",
     "noise": "noise:Noise",
 }
 WRAPPERS = {
-    "prerope": "wrappers:PreRope",
-    "sinks": "wrappers:Sinks",
-    "recent": "wrappers:Recent",
-    "boundary": "wrappers:Boundary",
-    "mean": "wrappers:Mean",
-    "qprecond": "wrappers:QPrecond",
-    "outliers": "wrappers:Outliers",
+    "prerope": "placements:PreRope",
+    "sinks": "placements:Sinks",
+    "recent": "placements:Recent",
+    "boundary": "placements:Boundary",
+    "mean": "mean:Mean",
+    "qprecond": "qprecond:QPrecond",
+    "outliers": "outliers:Outliers",
 }
 
 
@@ -106,26 +105,43 @@ class Recipe:
         """Tokens at the end of a sequence that stay exact."""
         return max((w.exact_last() for w in self._placements()), default=0)
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the codec and all that is around it can do together."""
+        parts = [part.capabilities for part in (self.codec, *self.around)]
+        around = [w for w, c in zip(self.around, parts[1:], strict=True) if c.not_in_tier]
+        why = parts[0].not_in_tier
+        if around and not why:
+            name = around[0].name if len(self.around) == 1 else str(self)
+            why = f"{name} is around the codec"
+        return Capabilities(all(p.token_by_token for p in parts), parts[0].entropy_coded, why)
+
     def fit(self, samples: Samples) -> FittedCodec:
         """Fitted to one site: the exact tokens are not learnt from. AssayError where samples are
         missing.
         """
         samples = _without_first(samples, self.exact_first)
         chain = self._chain(samples.site)
-        return self._fitted(samples.site, chain.fit(samples), samples.sides)
+        return self._fitted(samples.site, chain.fit(samples), samples.predictor_keys)
 
-    def sides(self, site: Site) -> tuple[tuple[int, str], ...]:
+    def predictor_keys(self, site: LayerStream) -> tuple[tuple[int, str], ...]:
         """The streams (layer, stream) that its codec predicts from at a site."""
-        return () if any(w.skips(site) for w in self._placements()) else self.codec.sides(site)
+        return (
+            ()
+            if any(w.skips(site) for w in self._placements())
+            else self.codec.predictor_keys(site)
+        )
 
-    def restore(self, site: Site, tables: Tables) -> FittedCodec:
+    def restore(self, site: LayerStream, tables: Tables) -> FittedCodec:
         """Fitted from kept tables."""
-        return self._fitted(site, self._chain(site).restore(site, tables), self.sides(site))
+        return self._fitted(
+            site, self._chain(site).restore(site, tables), self.predictor_keys(site)
+        )
 
     def _placements(self) -> list[Placement]:
         return [w for w in self.around if isinstance(w, Placement)]
 
-    def _chain(self, site: Site) -> Codec:
+    def _chain(self, site: LayerStream) -> Codec:
         if any(w.skips(site) for w in self._placements()):
             return codec_type("identity")()
         chain = self.codec
@@ -134,9 +150,13 @@ class Recipe:
                 chain = _Wrapped(wrapper, chain)
         return chain
 
-    def _fitted(self, site: Site, coder: Any, sides: tuple[tuple[int, str], ...]) -> FittedCodec:
+    def _fitted(
+        self, site: LayerStream, coder: Any, predictor_keys: tuple[tuple[int, str], ...]
+    ) -> FittedCodec:
         before = self.before_rope and site.stream == "k"
-        return FittedCodec(str(self), coder, self.exact_first, self.exact_last, before, sides)
+        return FittedCodec(
+            str(self), coder, self.exact_first, self.exact_last, before, predictor_keys
+        )
 
     def __str__(self) -> str:
         return "+".join(str(part) for part in (*self.around, self.codec))
@@ -152,7 +172,7 @@ class _Wrapped(Codec):
     def fit(self, samples: Samples) -> Any:
         return self.wrapper.wrap(self.inner, samples)
 
-    def restore(self, site: Site, tables: Tables) -> Any:
+    def restore(self, site: LayerStream, tables: Tables) -> Any:
         return self.wrapper.rewrap(self.inner, site, tables)
 
 
@@ -178,14 +198,7 @@ class KvSpec:
         is recent.
         """
         return all(
-            recipe is None
-            or (
-                recipe.codec.name in ("identity", "bf16", "fp8", "hadamard", "pca", "noise")
-                and recipe.exact_last == 0
-                and all(
-                    getattr(part, "of", "calibration") == "calibration" for part in recipe.around
-                )
-            )
+            recipe is None or (recipe.capabilities.token_by_token and recipe.exact_last == 0)
             for recipe in (self.k, self.v)
         )
 
@@ -200,7 +213,7 @@ class KvSpec:
             across = any(
                 layer != 1
                 for stream in ("k", "v")
-                for layer, _ in recipe.codec.sides(Site(stream, 1, 2, 1, 1))
+                for layer, _ in recipe.codec.predictor_keys(LayerStream(stream, 1, 2, 1, 1))
             )
             if tensor > 1 and joint is not None:
                 what = (
@@ -295,8 +308,10 @@ def _without_first(samples: Samples, first: int) -> Samples:
     if samples.x is None or samples.positions is None or not first:
         return samples
     keep = samples.positions >= first
-    side = None if samples.side is None else samples.side[:, keep]
-    return replace(samples, x=samples.x[:, keep], positions=samples.positions[keep], side=side)
+    predictors = None if samples.predictors is None else samples.predictors[:, keep]
+    return replace(
+        samples, x=samples.x[:, keep], positions=samples.positions[keep], predictors=predictors
+    )
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -369,38 +384,3 @@ def _value(kind: type[Any], key: str, text: str, hint: Any) -> Any:
 
 def _error(message: str, remedy: str) -> UsageError:
     return UsageError(f"SPEC: {message}", remedy=remedy, finding_id="kv.spec")
-
-
-# `assay kv list`: the codecs, the wrappers, their parameters.
-
-
-def run_list() -> Report:
-    """Everything that a SPEC can be made of."""
-    codecs = [_entry(codec_type(name)) for name in (*CODECS, *load("assay.codecs"))]
-    wrappers = [_entry(wrapper_type(name)) for name in WRAPPERS]
-    return Report(
-        command="kv list",
-        verdict=Verdict.PASS,
-        results={"codecs": codecs, "wrappers": wrappers},
-        blocks=[
-            _table("Codecs", codecs),
-            _table("Wrappers, written before a codec with +", wrappers),
-        ],
-        summary="a SPEC is WRAPPER+CODEC(parameter=value); k:SPEC;v:SPEC for keys and values apart",
-    )
-
-
-def _entry(kind: Any) -> dict[str, Any]:
-    return {
-        "name": kind.name,
-        "summary": kind.summary,
-        "parameters": {f.name: None if f.default is MISSING else f.default for f in fields(kind)},
-    }
-
-
-def _table(title: str, entries: list[dict[str, Any]]) -> Table:
-    rows = [
-        [e["name"], ", ".join(f"{k}={v}" for k, v in e["parameters"].items()) or "–", e["summary"]]
-        for e in entries
-    ]
-    return Table(title, ("name", "parameters", "what it does"), rows)

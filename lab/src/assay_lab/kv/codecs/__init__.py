@@ -2,6 +2,6 @@
 
 from assay_lab.kv.codecs.base import BlockCoder, Codec, Stage
 from assay_lab.kv.codecs.placement import Placement, Wrapper
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.samples import LayerStream, Samples
 
-__all__ = ["BlockCoder", "Codec", "Placement", "Samples", "Site", "Stage", "Wrapper"]
+__all__ = ["BlockCoder", "Codec", "LayerStream", "Placement", "Samples", "Stage", "Wrapper"]

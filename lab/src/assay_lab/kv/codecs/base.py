@@ -16,7 +16,7 @@ from typing import ClassVar, TypeAlias
 import torch
 
 from assay_lab.kv.codecs.fields import Field, join_fields, split_fields
-from assay_lab.kv.codecs.samples import Samples, Site, Tables
+from assay_lab.kv.codecs.samples import LayerStream, Samples, Tables
 
 Parts: TypeAlias = "tuple[torch.Tensor, ...]"
 """Codes of a batch of blocks; the first dimension of each tensor counts blocks."""
@@ -43,6 +43,22 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Capabilities:
+    """What a codec with its parameters can do, for those that ask before it is fitted.
+
+    Attributes:
+        token_by_token: Each token is coded alone, so that any can be decoded without the others,
+            and tokens may be fed together.
+        entropy_coded: The bytes of a token depend on its values.
+        not_in_tier: Why its blocks cannot leave the engine; empty if they can.
+    """
+
+    token_by_token: bool = False
+    entropy_coded: bool = False
+    not_in_tier: str = ""
+
+
+@dataclass(frozen=True)
 class Codec:
     """Base of all codecs: the fields of a subclass are its parameters, in the order of its SPEC."""
 
@@ -59,18 +75,23 @@ class Codec:
         """A coder for the site of `samples`; AssayError where it needs samples that are not there."""
         raise NotImplementedError
 
-    def sides(self, site: Site) -> tuple[tuple[int, str], ...]:
+    def predictor_keys(self, site: LayerStream) -> tuple[tuple[int, str], ...]:
         """The streams (layer, stream) out of which it predicts those of a site; they must be coded
         before it.
         """
         return ()
 
     @property
+    def capabilities(self) -> Capabilities:
+        """What it can do, by its parameters. The cautious answer holds for any codec."""
+        return Capabilities(not_in_tier=f"{self.name} is not entropy-coded")
+
+    @property
     def joins_heads(self) -> bool:
         """Whether what a head becomes depends on the others, by its parameters."""
         return not self.single_heads
 
-    def restore(self, site: Site, tables: Tables) -> BlockCoder:
+    def restore(self, site: LayerStream, tables: Tables) -> BlockCoder:
         """The coder whose `tables` were kept. A codec that learns nothing needs none."""
         return self.fit(Samples(site))
 
@@ -105,7 +126,7 @@ class BlockCoder:
     exact_last: int = 0
     lossless: bool = False
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: LayerStream) -> None:
         self.site = site
 
     @property
@@ -118,19 +139,19 @@ class BlockCoder:
         """Bytes of `tables`: what the decoder must hold beside the stream."""
         return sum(int(table.nbytes) for table in self.tables.values())
 
-    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+    def quantise(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> Parts:
         """Codes of whole blocks."""
         raise NotImplementedError
 
-    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+    def dequantise(self, parts: Parts, predictors: torch.Tensor | None = None) -> torch.Tensor:
         """What the codes stand for: [blocks, heads, tokens, head_dim], float32."""
         raise NotImplementedError
 
-    def reconstruct(self, x: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+    def reconstruct(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> torch.Tensor:
         """What blocks become, float32. A coder that has a faster way to the same values overrides
         it.
         """
-        return self.dequantise(self.quantise(x, side), side)
+        return self.dequantise(self.quantise(x, predictors), predictors)
 
     def layout(self, tokens: int) -> list[Field]:
         """The fields of a payload of so many tokens, one for each tensor of codes, where all are of
@@ -150,7 +171,7 @@ class BlockCoder:
         """
         return split_fields(self.layout(tokens), payloads)
 
-    def stages(self, x: torch.Tensor, side: torch.Tensor | None = None) -> list[Stage]:
+    def stages(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> list[Stage]:
         """The stages that blocks go through, the last of which is the whole round trip; none where
         it is one step.
         """

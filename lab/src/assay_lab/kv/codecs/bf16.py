@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from assay_lab.kv.codecs.base import BlockCoder, Codec, Parts
+from assay_lab.kv.codecs.base import BlockCoder, Capabilities, Codec, Parts
 from assay_lab.kv.codecs.fields import Field
 from assay_lab.kv.codecs.samples import Samples
 
@@ -19,6 +19,10 @@ class Bf16(Codec):
     single_heads = True
     summary = "bfloat16, as a cache holds it today"
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, token_by_token=True)
+
     def fit(self, samples: Samples) -> BlockCoder:
         return Bf16Coder(samples.site)
 
@@ -26,12 +30,12 @@ class Bf16(Codec):
 class Bf16Coder(BlockCoder):
     """Codes are the rounded values."""
 
-    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+    def quantise(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> Parts:
         # The largest float32 round to infinity: they stop at the largest bfloat16.
         top = torch.finfo(torch.bfloat16).max
         return (x.float().clamp(-top, top).bfloat16(),)
 
-    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+    def dequantise(self, parts: Parts, predictors: torch.Tensor | None = None) -> torch.Tensor:
         return parts[0].float()
 
     def layout(self, tokens: int) -> list[Field]:

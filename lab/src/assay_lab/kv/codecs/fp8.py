@@ -6,16 +6,16 @@ the first token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from assay.engines.hf.cache import Format, cast, fp8_dtype
 from assay.errors import UsageError
-from assay_lab.kv.codecs.base import BlockCoder, Codec, Parts
+from assay_lab.kv.codecs.base import BlockCoder, Capabilities, Codec, Parts
 from assay_lab.kv.codecs.fields import Field
-from assay_lab.kv.codecs.samples import Samples, Site, Tables, need_table
+from assay_lab.kv.codecs.samples import LayerStream, Samples, Tables, need_table
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class Fp8(Codec):
             )
 
     @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, token_by_token=True)
+
+    @property
     def joins_heads(self) -> bool:
         return self.scale == "tensor"
 
@@ -55,7 +59,7 @@ class Fp8(Codec):
             site, self.format, top / (self.top or torch.finfo(fp8_dtype(self.format)).max)
         )
 
-    def restore(self, site: Site, tables: Tables) -> BlockCoder:
+    def restore(self, site: LayerStream, tables: Tables) -> BlockCoder:
         if self.scale == "one":
             return self.fit(Samples(site))
         return Fp8Coder(
@@ -66,7 +70,7 @@ class Fp8(Codec):
 class Fp8Coder(BlockCoder):
     """Codes are 8-bit floats of x / scale; `scale` [heads]."""
 
-    def __init__(self, site: Site, form: Format, scale: torch.Tensor) -> None:
+    def __init__(self, site: LayerStream, form: Format, scale: torch.Tensor) -> None:
         super().__init__(site)
         self._form = form
         self._scale = scale.float().clone()
@@ -75,11 +79,11 @@ class Fp8Coder(BlockCoder):
     def tables(self) -> Tables:
         return {} if bool((self._scale == 1).all()) else {"scale": self._scale.numpy()}
 
-    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+    def quantise(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> Parts:
         scaled = x.float() / self._scale.to(x.device)[:, None, None]
         return (cast(scaled, fp8_dtype(self._form)).view(torch.uint8),)
 
-    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+    def dequantise(self, parts: Parts, predictors: torch.Tensor | None = None) -> torch.Tensor:
         values = parts[0].view(fp8_dtype(self._form)).float()
         return values * self._scale.to(values.device)[:, None, None]
 

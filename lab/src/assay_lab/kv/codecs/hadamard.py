@@ -15,15 +15,15 @@ alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 import torch
 
-from assay_lab.kv.codecs.base import BlockCoder, Codec, Parts, Stage
+from assay_lab.kv.codecs.base import BlockCoder, Capabilities, Codec, Parts, Stage
 from assay_lab.kv.codecs.fields import EXPONENT, Field, from_halves, to_halves
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.samples import LayerStream, Samples
 from assay_lab.quantisation.hadamard import Rotation, lengths
 from assay_lab.quantisation.levels import gaussian_levels, mixed_widths
 from assay_lab.quantisation.nearest import nearest_level
@@ -43,6 +43,10 @@ class Hadamard(Codec):
     def __post_init__(self) -> None:
         mixed_widths(self.bits, 1)
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, token_by_token=True)
+
     def fit(self, samples: Samples) -> BlockCoder:
         return HadamardCoder(samples.site, self)
 
@@ -50,18 +54,18 @@ class Hadamard(Codec):
 class HadamardCoder(BlockCoder):
     """Codes: levels of the narrow coordinates, of the wide ones, factors as halves, their exponent."""
 
-    def __init__(self, site: Site, codec: Hadamard) -> None:
+    def __init__(self, site: LayerStream, codec: Hadamard) -> None:
         super().__init__(site)
         self._norm = codec.norm
         self._rotation = Rotation(site.head_dim, codec.seed)
         self._width, wide = mixed_widths(codec.bits, site.head_dim)
         self._narrow = site.head_dim - wide
 
-    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+    def quantise(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> Parts:
         _, low, high, factor = self._analysed(x.float())
         return low, high, *to_halves(factor)
 
-    def stages(self, x: torch.Tensor, side: torch.Tensor | None = None) -> list[Stage]:
+    def stages(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> list[Stage]:
         """rotation loses nothing; levels with the factor unrounded; factor: as it is stored."""
         z, low, high, factor = self._analysed(x.float())
         levels = self._rotation.inverse(self._shape(low, high)) * factor[..., None]
@@ -102,7 +106,7 @@ class HadamardCoder(BlockCoder):
         )
         return z, low, high, factor * top[..., 0]
 
-    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+    def dequantise(self, parts: Parts, predictors: torch.Tensor | None = None) -> torch.Tensor:
         low, high, half, exponent = parts
         return (
             self._rotation.inverse(self._shape(low, high)) * from_halves(half, exponent)[..., None]

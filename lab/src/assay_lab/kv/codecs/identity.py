@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from assay_lab.kv.codecs.base import BlockCoder, Codec, Parts
+from assay_lab.kv.codecs.base import BlockCoder, Capabilities, Codec, Parts
 from assay_lab.kv.codecs.samples import Samples
 from assay_lab.kv.codecs.stream import exact_from_bytes, exact_to_bytes
 
@@ -20,6 +20,10 @@ class Identity(Codec):
     single_heads = True
     summary = "exact values, the control"
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, token_by_token=True)
+
     def fit(self, samples: Samples) -> BlockCoder:
         return IdentityCoder(samples.site)
 
@@ -29,10 +33,10 @@ class IdentityCoder(BlockCoder):
 
     lossless = True
 
-    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+    def quantise(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> Parts:
         return (x,)
 
-    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+    def dequantise(self, parts: Parts, predictors: torch.Tensor | None = None) -> torch.Tensor:
         return parts[0].float()
 
     def pack(self, parts: Parts) -> list[bytes]:

@@ -7,15 +7,15 @@ values are grouped by `group` channels of one token. The last `residual` tokens 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from assay.errors import UsageError
-from assay_lab.kv.codecs.base import BLOCK_TOKENS, BlockCoder, Codec, Parts
+from assay_lab.kv.codecs.base import BLOCK_TOKENS, BlockCoder, Capabilities, Codec, Parts
 from assay_lab.kv.codecs.fields import EXPONENT, Field, from_halves, to_halves
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.samples import LayerStream, Samples
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class IntGroups(Codec):
                 finding_id="kv.spec",
             )
 
+    @property
+    def capabilities(self) -> Capabilities:
+        alone = self.axis == "token" and not self.residual
+        return replace(super().capabilities, token_by_token=alone)
+
     def fit(self, samples: Samples) -> BlockCoder:
         return IntCoder(samples.site, self)
 
@@ -46,7 +51,7 @@ class IntCoder(BlockCoder):
     exponents.
     """
 
-    def __init__(self, site: Site, codec: IntGroups) -> None:
+    def __init__(self, site: LayerStream, codec: IntGroups) -> None:
         super().__init__(site)
         self._bits, self._group = codec.bits, codec.group
         self.exact_last = codec.residual
@@ -55,7 +60,7 @@ class IntCoder(BlockCoder):
             self.granularity = codec.group
             self.block_tokens = max(1, BLOCK_TOKENS // codec.group) * codec.group
 
-    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+    def quantise(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> Parts:
         grouped, real = self._grouped(x.float())
         lo = torch.where(real, grouped, torch.inf).amin(-1)
         hi = torch.where(real, grouped, -torch.inf).amax(-1)
@@ -69,7 +74,7 @@ class IntCoder(BlockCoder):
         codes = torch.where(step > 0, offset.round().clamp(0, levels), 0).to(torch.uint8)
         return self._flat(codes, x.shape), low, scale, low_exponent, scale_exponent
 
-    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+    def dequantise(self, parts: Parts, predictors: torch.Tensor | None = None) -> torch.Tensor:
         codes, low, scale, low_exponent, scale_exponent = parts
         grouped, _ = self._grouped(codes.float())
         lo = from_halves(low, low_exponent)[..., None]

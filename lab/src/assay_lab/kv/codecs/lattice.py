@@ -9,15 +9,15 @@ error. A head_dim that is no multiple of the dimension is padded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from assay_lab.kv.codecs.base import BlockCoder, Codec, Parts
+from assay_lab.kv.codecs.base import BlockCoder, Capabilities, Codec, Parts
 from assay_lab.kv.codecs.fields import EXPONENT, Field, from_halves, to_halves
 from assay_lab.kv.codecs.lattice_points import dimension, nearest, number, point, points
-from assay_lab.kv.codecs.samples import Samples, Site
+from assay_lab.kv.codecs.samples import LayerStream, Samples
 from assay_lab.quantisation.hadamard import Rotation
 
 
@@ -35,6 +35,10 @@ class Lattice(Codec):
     def __post_init__(self) -> None:
         points(self.lattice, self.q)
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, token_by_token=True)
+
     def fit(self, samples: Samples) -> BlockCoder:
         return LatticeCoder(samples.site, self)
 
@@ -42,7 +46,7 @@ class Lattice(Codec):
 class LatticeCoder(BlockCoder):
     """Codes: numbers [blocks, heads, tokens, groups], factors as halves, exponents."""
 
-    def __init__(self, site: Site, codec: Lattice) -> None:
+    def __init__(self, site: LayerStream, codec: Lattice) -> None:
         super().__init__(site)
         self._lattice, self._q = codec.lattice, codec.q
         self._size = dimension(codec.lattice)
@@ -50,7 +54,7 @@ class LatticeCoder(BlockCoder):
         self._rotation = Rotation(site.head_dim, codec.seed)
         self._bits = (points(codec.lattice, codec.q) - 1).bit_length()
 
-    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+    def quantise(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> Parts:
         x = x.float()
         top = x.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30)
         turned = self._padded(self._rotation.forward(x / top))
@@ -62,7 +66,7 @@ class LatticeCoder(BlockCoder):
         half, exponent = to_halves(factor * scale[..., 0] * top[..., 0])
         return number(found, self._lattice, self._q), half, exponent
 
-    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+    def dequantise(self, parts: Parts, predictors: torch.Tensor | None = None) -> torch.Tensor:
         numbers, half, exponent = parts
         y = point(numbers.long(), self._lattice, self._q).flatten(-2)[..., : self.site.head_dim]
         return self._rotation.inverse(y) * from_halves(half, exponent)[..., None]

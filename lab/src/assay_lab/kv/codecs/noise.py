@@ -10,15 +10,15 @@ change it, and two tokens with the same values get the same noise.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from assay.errors import UsageError
-from assay_lab.kv.codecs.base import BlockCoder, Codec, Parts
+from assay_lab.kv.codecs.base import BlockCoder, Capabilities, Codec, Parts
 from assay_lab.kv.codecs.bf16 import Bf16Coder
-from assay_lab.kv.codecs.samples import Samples, Site
-from assay_lab.kv.transforms import rows_of
+from assay_lab.kv.codecs.samples import LayerStream, Samples
+from assay_lab.kv.klt import rows_of
 from assay_lab.quantisation.randomness import normal_of_words, random_words, words_of_keys
 
 
@@ -37,6 +37,10 @@ class Noise(Codec):
                 f"{self}: sigma is a finite number, not negative", finding_id="kv.spec"
             )
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, token_by_token=True)
+
     def fit(self, samples: Samples) -> BlockCoder:
         return NoiseCoder(samples.site, self)
 
@@ -44,7 +48,7 @@ class Noise(Codec):
 class NoiseCoder(Bf16Coder):
     """Codes are the values in bf16; noise comes in on decoding."""
 
-    def __init__(self, site: Site, codec: Noise) -> None:
+    def __init__(self, site: LayerStream, codec: Noise) -> None:
         super().__init__(site)
         self._sigma = codec.sigma
         place = int(
@@ -54,7 +58,7 @@ class NoiseCoder(Bf16Coder):
         factors = random_words(place, site.width).view("int64") | 1
         self._factors = torch.from_numpy(factors)
 
-    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+    def dequantise(self, parts: Parts, predictors: torch.Tensor | None = None) -> torch.Tensor:
         stored = rows_of(parts[0])
         keys = (stored.view(torch.int16).long() * self._factors.to(stored.device)).sum(dim=-1)
         noise = normal_of_words(words_of_keys(keys, 2 * -(-self.site.width // 2)))[

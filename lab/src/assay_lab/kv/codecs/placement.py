@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from assay_lab.kv.codecs.base import BlockCoder, Codec
-from assay_lab.kv.codecs.samples import Samples, Site, Tables
+from assay_lab.kv.codecs.base import BlockCoder, Capabilities, Codec
+from assay_lab.kv.codecs.samples import LayerStream, Samples, Tables
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,11 @@ class Placement(Codec):
     single_heads = True
     before_rope = False
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """A placement leaves each token alone; most are not in stored blocks."""
+        return Capabilities(True, not_in_tier=f"{self.name} is around the codec")
+
     def exact_first(self) -> int:
         """Tokens at the start of a sequence that stay exact."""
         return 0
@@ -23,7 +28,7 @@ class Placement(Codec):
         """Tokens at the end of a sequence that stay exact."""
         return 0
 
-    def skips(self, site: Site) -> bool:
+    def skips(self, site: LayerStream) -> bool:
         """Whether the site stays exact altogether."""
         return False
 
@@ -34,11 +39,16 @@ class Wrapper(Codec):
 
     single_heads = True
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """A wrapper leaves each token alone, and is not in stored blocks."""
+        return Capabilities(True, not_in_tier=f"{self.name} is around the codec")
+
     def wrap(self, inner: Codec, samples: Samples) -> BlockCoder:
         """The coder of `inner` with this around it, fitted to `samples`."""
         raise NotImplementedError
 
-    def rewrap(self, inner: Codec, site: Site, tables: Tables) -> BlockCoder:
+    def rewrap(self, inner: Codec, site: LayerStream, tables: Tables) -> BlockCoder:
         """The same from kept tables, whose names begin with `inner.` where they are of the codec
         inside.
         """

@@ -16,7 +16,7 @@ Tables: TypeAlias = dict[str, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Site:
+class LayerStream:
     """One stream of one layer: where a codec is put."""
 
     stream: str
@@ -39,19 +39,19 @@ class Samples:
     is put there). `positions` [tokens]: position of each in its window, so that sinks can be left
     out. `metric` [heads, head_dim, head_dim], or [width, width] over all heads: the error that
     counts is e M eᵀ. For keys the second moment of the queries that read them
-    (`assay_lab.kv.calibration`), for values the Gram matrix of the output projection. `side` [side
-    heads, tokens, side head_dim]: what the decoder has before it decodes these tokens, the heads of
-    the streams `sides` (layer, stream) one after the other, keys before RoPE. `sensitivity`: KL of
+    (`assay_lab.kv.calibration`), for values the Gram matrix of the output projection. `predictors` [predictor
+    heads, tokens, predictor head_dim]: what the decoder has before it decodes these tokens, the heads of
+    the streams `predictor_keys` (layer, stream) one after the other, keys before RoPE. `sensitivity`: KL of
     the model in nats for an error of e M eᵀ = 1 a token in this stream alone. `levels` by bits
     [2^bits]: ready levels for unit residuals, in place of those that samples would give.
     """
 
-    site: Site
+    site: LayerStream
     x: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     metric: torch.Tensor | None = None
-    side: torch.Tensor | None = None
-    sides: tuple[tuple[int, str], ...] = ()
+    predictors: torch.Tensor | None = None
+    predictor_keys: tuple[tuple[int, str], ...] = ()
     sensitivity: float | None = None
     levels: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
@@ -90,7 +90,7 @@ class Samples:
         return torch.block_diag(*metric) if metric.ndim == 3 else metric
 
 
-def _missing(who: str, site: Site, what: str) -> AssayError:
+def _missing(who: str, site: LayerStream, what: str) -> AssayError:
     return AssayError(
         f"the codec {who} needs a calibration with {what} of layer {site.layer}, stream"
         f" {site.stream}",
@@ -102,7 +102,7 @@ def _missing(who: str, site: Site, what: str) -> AssayError:
     )
 
 
-def need_table(tables: Mapping[str, Any], name: str, who: str, site: Site) -> Any:
+def need_table(tables: Mapping[str, Any], name: str, who: str, site: LayerStream) -> Any:
     """A table by name; AssayError where a calibration file lacks it."""
     if name not in tables:
         raise _missing(who, site, f"the table {name!r}")

@@ -38,9 +38,10 @@ from dataclasses import dataclass, fields
 import torch
 
 from assay_lab.kv.cache_shape import CacheShape
-from assay_lab.kv.calibration import Calibration, averaged
-from assay_lab.kv.codecs.samples import Site
-from assay_lab.kv.transforms import Rotary
+from assay_lab.kv.calibration import Calibration
+from assay_lab.kv.codecs.samples import LayerStream
+from assay_lab.kv.rotary import Rotary
+from assay_lab.kv.sampler import averaged
 
 CANDIDATES = tuple((100 - 9 * i) / 100 for i in range(6))
 """Ranges that are tried for each vector, in parts of the one that holds all coefficients; that with
@@ -167,7 +168,7 @@ def fit_stream(
 ) -> StreamTables:
     """Tables of one stream of a layer, from sampled tokens and the metric of the calibration."""
     samples = calibration.samples(
-        Site(stream, layer, shape.layers, shape.kv_heads, shape.head_dim),
+        LayerStream(stream, layer, shape.layers, shape.kv_heads, shape.head_dim),
         before_rope=True,
         rotary=None,
     )

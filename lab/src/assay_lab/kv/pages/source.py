@@ -21,7 +21,7 @@ from assay.runs import cache_dir, write_atomically
 from assay_lab.kv.cache_shape import CacheShape, cache_shape
 from assay_lab.kv.calibration import Calibration, read_calibration
 from assay_lab.kv.pages.layout import SPAN, StreamTables, fit_stream, trigonometry
-from assay_lab.kv.transforms import Rotary
+from assay_lab.kv.rotary import Rotary
 
 PAGES, BLOCKS = "packed pages", "stored blocks"
 """What a source is for."""

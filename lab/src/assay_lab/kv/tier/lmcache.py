@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from assay.errors import AssayError
-from assay_lab.kv.blocks import BlockCodec, BlockTables, block_bytes
+from assay_lab.kv.block_tables import BlockTables
+from assay_lab.kv.blocks import BlockCodec, block_bytes
 
 
 class LmcacheSerde:

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from assay.errors import AssayError
-from assay_lab.kv.blocks import BlockCodec, BlockDamaged, BlockRefused, alone, block_tokens
+from assay_lab.kv.block_errors import BlockDamaged, BlockRefused
+from assay_lab.kv.blocks import BlockCodec, block_tokens, pin_single_thread
 from assay_lab.kv.tier.scheduler import Load, Save
 from assay_lab.kv.tier.store import BlockStore
 
@@ -299,6 +300,6 @@ class TierWorker:
 
 
 def _in_the_background() -> None:
-    alone()
+    pin_single_thread()
     with suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

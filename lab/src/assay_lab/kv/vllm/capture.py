@@ -20,8 +20,8 @@ from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay_lab.kv.cache_bytes import NOTE
 from assay_lab.kv.cache_shape import cache_shape
-from assay_lab.kv.calibration import Sampler, kept_per_window
-from assay_lab.kv.transforms import Rotary
+from assay_lab.kv.rotary import Rotary
+from assay_lab.kv.sampler import Sampler, kept_per_window
 from assay_lab.kv.vllm.hook import check_cache
 
 if TYPE_CHECKING:

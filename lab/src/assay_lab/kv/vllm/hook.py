@@ -16,10 +16,12 @@ from assay_lab.kv.cache_hook import spread
 from assay_lab.kv.cache_shape import CacheShape, cache_shape
 from assay_lab.kv.coder_protocol import StreamCoder
 from assay_lab.kv.hook_plan import HookPlan, Mode, layer_coders_of
+from assay_lab.kv.live_stream import facts_of_window
 from assay_lab.kv.predictors import last_readers
+from assay_lab.kv.rotary import Rotary
 from assay_lab.kv.spec import parse_spec
-from assay_lab.kv.stream_coder import Coders, Key, StreamFacts, facts_of_window
-from assay_lab.kv.transforms import Rotary
+from assay_lab.kv.stream_coder import Coders, Key
+from assay_lab.kv.stream_facts import StreamFacts
 from assay_lab.kv.vllm.stream import Spans, VllmStream
 
 if TYPE_CHECKING:
@@ -230,8 +232,8 @@ def streams_of(coders: Coders, layers: int, mode: Mode) -> dict[Key, VllmStream]
     keys = [(layer, stream) for layer in range(layers) for stream in ("k", "v")]
     readers: dict[Key, set[int]] = {}
     for (layer, _), reading in coders.items():
-        for side in reading.sides:
-            readers.setdefault(side, set()).add(layer)
+        for source in reading.predictor_keys:
+            readers.setdefault(source, set()).add(layer)
 
     def of(layer: int) -> list[StreamCoder]:
         return [coders[layer, stream] for stream in ("k", "v") if (layer, stream) in coders]
@@ -251,7 +253,7 @@ def streams_of(coders: Coders, layers: int, mode: Mode) -> dict[Key, VllmStream]
             mode,
             stateful=stateful[layer],
             settles=single[layer] and (not exact or all(single[reader] for reader in mine)),
-            sides=[lanes[side] for side in (coder.sides if coder else ())],
+            predictors=[lanes[source] for source in (coder.predictor_keys if coder else ())],
             handed=bool(mine),
             recorded=exact and any(stateful[reader] for reader in mine),
         )

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 from assay.engines.vllm.steps import Request
 from assay.errors import AssayError
 from assay_lab.kv.coder_protocol import StreamCoder
+from assay_lab.kv.growing import Growing
 from assay_lab.kv.hook_plan import Mode
-from assay_lab.kv.stream_coder import Growing, Key, Track
+from assay_lab.kv.live_stream import LiveStream
+from assay_lab.kv.stream_coder import Key
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +41,7 @@ class History:
     d] and [h, tokens, d].
     """
 
-    track: Track
+    track: LiveStream
     held: Growing = field(default_factory=Growing)
     replaced: torch.Tensor | None = None
     """What *snapshot* puts in place of all of them."""
@@ -50,7 +52,7 @@ class VllmStream:
 
     `settles`: in *decode* none changes any more once the prefix has been coded, in this stream and
     in the other, which shares its slots, nor in those that predict from this one; then nothing more
-    is kept. `sides` are the lanes that the coder predicts from. `handed`: others predict from this
+    is kept. `predictors` are the lanes that the coder predicts from. `handed`: others predict from this
     one; `recorded`: from earlier tokens of it too.
     """
 
@@ -62,7 +64,7 @@ class VllmStream:
         *,
         stateful: bool,
         settles: bool = False,
-        sides: Sequence[VllmStream] = (),
+        predictors: Sequence[VllmStream] = (),
         handed: bool = False,
         recorded: bool = False,
     ) -> None:
@@ -71,7 +73,7 @@ class VllmStream:
         self.mode = mode
         self.stateful = stateful
         self.settles = settles and mode is Mode.DECODE
-        self.sides = tuple(sides)
+        self.predictors = tuple(predictors)
         self.handed = handed
         self.recorded = recorded
         self._exact = coder is None or coder.lossless
@@ -213,7 +215,7 @@ class VllmStream:
         """
         found = self.histories.get(request.key)
         if found is None or request.start == 0:
-            found = History(Track(self.key, self.coder, None))
+            found = History(LiveStream(self.key, self.coder, None))
         if found.track.length != request.start:
             raise AssayError(
                 f"{found.track.length} tokens of request {request.key} have passed layer"
@@ -246,7 +248,7 @@ class VllmStream:
         their first ones.
         """
         due: list[Due] = []
-        if self.sides or self.handed:
+        if self.predictors or self.handed:
             due = [(r, max(r.start, first), r.end) for r in requests if r.end > first]
         result = self._code(x[rows].transpose(0, 1), due).transpose(0, 1)
         if result.shape[0] == x.shape[0]:
@@ -284,7 +286,7 @@ class VllmStream:
                 out[row : row + hi - middle] = result[:, middle - lo :].transpose(0, 1)
         return out, changed
 
-    def _ranges(self, request: Request, track: Track) -> list[tuple[int, int]]:
+    def _ranges(self, request: Request, track: LiveStream) -> list[tuple[int, int]]:
         """Positions of a request that are due: as the hook of transformers decides it."""
         if self.mode is Mode.INFORWARD:
             return [track.next_blocks(request.end)]
@@ -332,7 +334,11 @@ class VllmStream:
         self.coded += x.shape[1]
         if self.coder is None or self.coder.lossless:
             return x
-        near = torch.cat([side.decoded(due) for side in self.sides]) if self.sides else None
+        near = (
+            torch.cat([source.decoded(due) for source in self.predictors])
+            if self.predictors
+            else None
+        )
         result = self.coder.reconstruct(x, near)
         if self.handed:
             self._made.append((tuple(due), result))

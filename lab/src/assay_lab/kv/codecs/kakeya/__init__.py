@@ -1,0 +1,1 @@
+"""The codec `kakeya`, a published recipe, with and without its fault."""

@@ -1,0 +1,1 @@
+"""What a codec loses, stage by stage and layer by layer."""
