@@ -1,13 +1,14 @@
-"""Where the gap between transformers in float32 and vLLM comes from: SmolLM2-135M with a 4-bit KV codec.
+"""Where the gap between transformers in float32 and vLLM comes from: SmolLM2-135M with a 4-bit KV
+codec.
 
     python gap_smollm2.py [--codec SPEC] [--windows 8] [--length 256] [--groups 5] [--text FILE]
     python gap_smollm2.py --device cuda --windows 128 --length 1024 --groups 0 --batch 128 --text FILE \
         --engine "kv_cache_gib=5&max_num_batched_tokens=140032&max_num_seqs=128" --minutes 8 --keep
 
-What is scored is kept until the run ends, so an interrupted one goes on where it stopped; with `--minutes` it interrupts
-itself before the first measurement that would begin after so long. Writes the report as JSON and its tables as Markdown
-after every stage; what a stage that was cut off has measured already stands in the report of the one before it, under
-`measured_further`.
+What is scored is kept until the run ends, so an interrupted one goes on where it stopped; with
+`--minutes` it interrupts itself before the first measurement that would begin after so long. Writes
+the report as JSON and its tables as Markdown after every stage; what a stage that was cut off has
+measured already stands in the report of the one before it, under `measured_further`.
 """
 
 from __future__ import annotations

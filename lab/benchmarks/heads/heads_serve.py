@@ -355,7 +355,9 @@ def answers(
 def acceptance(
     asked: Sequence[tuple[str, list[int]]], found: Sequence[tuple[int, list[int]]]
 ) -> dict[str, Any]:
-    """As a row of `assay heads try`; the last step of a text, which its end may cut, is left out."""
+    """As a row of `assay heads try`; the last step of a text, which its end may cut, is left
+    out.
+    """
     walks = [
         (
             Walk(len(g) - 1, tuple(sum(n > j + 1 for n in g[:-1]) for j in range(DEPTH)))

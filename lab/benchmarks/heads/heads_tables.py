@@ -362,7 +362,9 @@ def tables(rows: dict[str, Any], served: dict[str, Any], result: dict[str, Any])
 
 
 def answer(rows: dict[str, Any], served: dict[str, Any]) -> str:
-    """The table at the top of the page: greedy, as vLLM served it, or simulated where it did not."""
+    """The table at the top of the page: greedy, as vLLM served it, or simulated where it did
+    not.
+    """
     cells = []
     for label, key in ROWS.items():
         line = [label]

@@ -78,7 +78,9 @@ def _step(
 
 
 def compiled_search() -> AbstractContextManager[None]:
-    """A step of the search compiled: the whole of it, of 192 steps and more, compiles for minutes."""
+    """A step of the search compiled: the whole of it, of 192 steps and more, compiles for
+    minutes.
+    """
 
     def search(costs: torch.Tensor, code: trellis.Trellis) -> torch.Tensor:
         rows, count = costs.shape[:2]
@@ -169,7 +171,9 @@ def seconds(call: Use) -> float:
 
 
 def differs(one: Any, other: Any) -> float:
-    """Share of bytes, or of values to five digits, that are not the same; 0 for what is no result."""
+    """Share of bytes, or of values to five digits, that are not the same; 0 for what is no
+    result.
+    """
     if isinstance(one, bytes):
         return sum(a != b for a, b in zip(one, other, strict=False)) / max(1, len(one))
     if isinstance(one, torch.Tensor):
@@ -329,7 +333,9 @@ def statistics_use(rows: int, vocab: int) -> Callable[[], dict[str, Use]]:
         return row_statistics(hidden @ head, near @ head, gold).kl
 
     def other_sizes() -> list[torch.Tensor]:
-        """As the last batches of windows have: a compiler may begin anew for each (see `first_s`)."""
+        """As the last batches of windows have: a compiler may begin anew for each (see
+        `first_s`).
+        """
         sizes = [rows * k // 7 for k in range(1, 7)]
         return [row_statistics(hidden[:n] @ head, near[:n] @ head, gold[:n]).kl for n in sizes]
 

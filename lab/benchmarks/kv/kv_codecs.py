@@ -2,16 +2,18 @@
 
     python kv_codecs.py --model qwen05 --device cuda --calibrate WIKI_VALID --text WIKI_TEST --specs kv_fresh.specs
 
-The first half of each window is prefilled exactly, then the cache is replaced by what the codec makes of it, and the
-second half is fed token by token (or `--block` at once, where each token sees the same); the reference does the same with
-the bf16 cache. Calibrated on other text than it is scored on: `wiki` is WikiText valid alone, `mixed` has other kinds too
-(`kv_texts.py`). Every row is written as it is measured, and one that is there already is not measured again. Codecs are
-fitted ahead by other processes (--jobs).
+The first half of each window is prefilled exactly, then the cache is replaced by what the codec
+makes of it, and the second half is fed token by token (or `--block` at once, where each token sees
+the same); the reference does the same with the bf16 cache. Calibrated on other text than it is
+scored on: `wiki` is WikiText valid alone, `mixed` has other kinds too (`kv_texts.py`). Every row is
+written as it is measured, and one that is there already is not measured again. Codecs are fitted
+ahead by other processes (--jobs).
 
-A file of SPECs may have sections, which begin with options of their own in brackets, such as `[--length 4096 --windows 16]`,
-`[--text c --text json]` or `[--models qwen15]`: contexts, texts and steps of one model by one command. With `--choose N` the smallest codec of a section
-that is accepted on its windows is measured again on N fresh ones, which took no part in the choice. With `--unseen FILE` all
-of them are measured on windows that no row of that file of results has seen:
+A file of SPECs may have sections, which begin with options of their own in brackets, such as
+`[--length 4096 --windows 16]`, `[--text c --text json]` or `[--models qwen15]`: contexts, texts and
+steps of one model by one command. With `--choose N` the smallest codec of a section that is
+accepted on its windows is measured again on N fresh ones, which took no part in the choice. With
+`--unseen FILE` all of them are measured on windows that no row of that file of results has seen:
 
     python kv_codecs.py --model qwen15 --specs kv_fresh.specs --windows 64 --batch 16 --block 512 --text WIKI_TEST \
         --unseen results/kv_models_qwen15.json --unseen results/kv_fixed_qwen15.json --out results/kv_fresh_qwen15.json

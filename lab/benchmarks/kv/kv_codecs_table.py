@@ -58,7 +58,9 @@ def main() -> None:
 
 
 def render(document: dict[str, Any]) -> Iterator[str]:
-    """Markdown of all rows, one table for each text, mode, number of windows and type of the model."""
+    """Markdown of all rows, one table for each text, mode, number of windows and type of the
+    model.
+    """
     yield f"# KV codecs, {document['model']}, windows of {document['length']} tokens\n"
     groups: dict[tuple[str, str, int, str], list[Row]] = {}
     for row in document["rows"]:

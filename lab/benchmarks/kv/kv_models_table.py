@@ -280,7 +280,9 @@ def speeds(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def stepped(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each model and step of one codec, fresh windows behind those that it was tried on."""
+    """A line for each model and step of one codec, fresh windows behind those that it was tried
+    on.
+    """
     yield (
         "| model | step | smaller, at 32k | KL, nats | Δppl % | top-1 % | grade | one cache of"
         " 1,024 / 8,192 tokens |"

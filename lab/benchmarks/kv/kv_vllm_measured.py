@@ -141,11 +141,13 @@ class Bench:
         return self.generate(requests, self.given["prompt"], new + 1) - first
 
     def hooked(self, row: dict[str, Any]) -> Any:
-        """The codec in the engine's layers: as a server has it, in snapshot as windows are scored."""
+        """The codec in the engine's layers: as a server has it, in snapshot as windows are
+        scored.
+        """
         from assay.engines.scoring import HookSpec
         from assay.engines.vllm.kv_hooks import KvHooks
         from assay.engines.vllm.steps import Steps
-        from assay_lab.kv.cache_hook import hook_spec
+        from assay_lab.kv.hook_plan import hook_spec
 
         runner = self.core.model_executor.driver_worker.model_runner
         spec = hook_spec(
@@ -161,7 +163,9 @@ class Bench:
         return KvHooks(spec, runner.get_model(), eager=self.job["engine"]["eager"], steps=steps)
 
     def measure(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The rates of a configuration; with a codec also what they are without, in turn with it."""
+        """The rates of a configuration; with a codec also what they are without, in turn with
+        it.
+        """
         given = self.given
         turns = Turns(self, row)
         turns.once(lambda hooks: self.prefill(self.in_a_step, hooks))
@@ -253,7 +257,9 @@ def hardware() -> dict[str, Any]:
 
 
 def kernels(bench: Bench, row: dict[str, Any]) -> list[list[Any]]:
-    """The twelve kernels that take the most time of a step of prefill: name, calls, milliseconds."""
+    """The twelve kernels that take the most time of a step of prefill: name, calls,
+    milliseconds.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -146,7 +146,9 @@ def recipe(
 
 
 def core() -> Iterator[Row]:
-    """The recipe itself, its controls, its streams and its harnesses, at both shares of variance."""
+    """The recipe itself, its controls, its streams and its harnesses, at both shares of
+    variance.
+    """
     yield from (Row(f"joint vr={ratio}", recipe(ratio), size=True) for ratio in RATIOS)
     yield Row("identity", "prerope+identity", skip=())
     for ratio in RATIOS:
@@ -380,7 +382,9 @@ class Runner:
         return late
 
     def run(self, rows: Iterator[Row], every: int) -> bool:
-        """Measure on every so many of the windows what is not there yet; False when the time is up."""
+        """Measure on every so many of the windows what is not there yet; False when the time is
+        up.
+        """
         for row in rows:
             row = self.placed(row)
             key = f"{self.given.name} {row.name}"
@@ -732,7 +736,9 @@ def stages_of(given: argparse.Namespace) -> list[str]:
 
 
 def clean(spec: str, plan: Plan, given: argparse.Namespace, every: int) -> list[Any]:
-    """Transformers' rows of every so many windows with the exact cache; its model is dropped again."""
+    """Transformers' rows of every so many windows with the exact cache; its model is dropped
+    again.
+    """
     engine = open_scorer(spec)
     try:
         windows = plan_windows(plan, engine.tokenizer)[0][::every]

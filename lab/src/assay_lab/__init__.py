@@ -17,7 +17,9 @@ if TYPE_CHECKING:  # the command line reads its options from here, without torch
 __all__ = ["PLUGIN_GROUPS", "codec"]
 
 PLUGIN_GROUPS = {"assay.codecs": "subclass of assay_lab.kv.codecs.Codec"}
-"""What an entry point of each group names that the laboratory reads, beside `assay.plugins.GROUPS`."""
+"""What an entry point of each group names that the laboratory reads, beside
+`assay.plugins.GROUPS`.
+"""
 
 
 def codec(spec: str, *, calibration: str | Path | None = None) -> AttachableCodec:

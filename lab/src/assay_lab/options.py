@@ -125,7 +125,9 @@ class KvPlan(Options):
 
 @dataclass(frozen=True)
 class ModelPlan(KvPlan, ThreadOptions):
-    """Options of a command that runs a model: `threads` becomes a part of how the model is written."""
+    """Options of a command that runs a model: `threads` becomes a part of how the model is
+    written.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -415,7 +417,9 @@ class ServePlan(KvPlan):
 
 @dataclass(frozen=True)
 class Place(KvPlan):
-    """Where in a model the tensor of a file belongs: it matters to codecs that need a calibration."""
+    """Where in a model the tensor of a file belongs: it matters to codecs that need a
+    calibration.
+    """
 
     _: KW_ONLY
     stream: str = option("k", "Keys or values.", choices=("k", "v"))

@@ -86,7 +86,9 @@ def _butterfly(typing, sums, costs, words, low, high, x, y, even, word, bit):  #
 
 @_compiled
 def _last(sums, states, lane):  # type: ignore[no-untyped-def]
-    """The lowest of the cheapest states of a row, as `argmin` finds it: a NaN is below all numbers."""
+    """The lowest of the cheapest states of a row, as `argmin` finds it: a NaN is below all
+    numbers.
+    """
     found, least = 0, sums[lane]
     for s in range(1, states):
         value = sums[s * LANES + lane]

@@ -1,4 +1,6 @@
-"""The figures of the reproduction: known sums give known figures, and a packed file says the same."""
+"""The figures of the reproduction: known sums give known figures, and a packed file says the
+same.
+"""
 
 from __future__ import annotations
 

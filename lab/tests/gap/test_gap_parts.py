@@ -1,4 +1,6 @@
-"""Rules of repeatability, layers, noise curves, residuals, proposals and the comparison of set-ups."""
+"""Rules of repeatability, layers, noise curves, residuals, proposals and the comparison of
+set-ups.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`assay gap` from the command line on real weights: float32 arithmetic against bf16, with a codec."""
+"""`assay gap` from the command line on real weights: float32 arithmetic against bf16, with a
+codec.
+"""
 
 from __future__ import annotations
 

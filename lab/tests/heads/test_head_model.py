@@ -35,7 +35,9 @@ def rotate(x: Any, position: int, theta: float) -> Any:
 
 
 class Engine:
-    """The drafter of an engine in numpy, from the tensors of the file, by vLLM's names of things."""
+    """The drafter of an engine in numpy, from the tensors of the file, by vLLM's names of
+    things.
+    """
 
     def __init__(self, folder: Path, embedding: Any) -> None:
         from safetensors.torch import load_file

@@ -103,7 +103,8 @@ def test_bytes_add_up_over_layers_and_count_the_tables_share() -> None:
 
 
 def test_one_sequence_pays_for_its_tables() -> None:
-    # 1.5625 bytes a token in bf16, 0.546875 in the streams: tables of 3,200 bytes are worth 3,151 tokens.
+    # 1.5625 bytes a token in bf16, 0.546875 in the streams: tables of 3,200 bytes are worth 3,151
+    # tokens.
     found = measured_bytes(engagement({"0.k": [140], "0.v": [140]}, 3200, [None]), 512, 512)
     assert found.sharing == 1
     assert found.ratio_at(512) == pytest.approx(800 / (280 + 3200)) == pytest.approx(found.ratio)

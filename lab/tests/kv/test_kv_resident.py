@@ -181,7 +181,8 @@ def test_it_is_as_small_as_its_streams(kind: str) -> None:
     )
     assert cache.exact_bytes == whole
     if kind == "llama":
-        # 640 of 700 tokens are coded, in float32 otherwise: 60 exact ones and 4 bits with their factors.
+        # 640 of 700 tokens are coded, in float32 otherwise: 60 exact ones and 4 bits with their
+        # factors.
         coded, width = 640 * 2 * 16, 32 * 4
         expected = 2 * LAYERS * (coded // 2 + 640 * 2 * 2 + 5 + 60 * width)
         assert cache.resident_bytes == expected

@@ -47,7 +47,9 @@ def configure(folder: Path, **more: Any) -> None:
 
 @pytest.fixture
 def python(tmp_path: Path) -> str:
-    """A Python that says that it has what a server needs, and whose server is a script of the test."""
+    """A Python that says that it has what a server needs, and whose server is a script of the
+    test.
+    """
     script = tmp_path / "python"
     script.write_text(
         "#!/bin/sh\n"

@@ -37,7 +37,9 @@ SPEC = "prerope+sinks(n=2)+pca(step=0.2, classes=2, predict=all)"
 
 @cache
 def layer_coders_of(kind: str = "llama") -> LayerCoders:
-    """A layer_coders with a calibration of the small model itself, every layer of which costs as much."""
+    """A layer_coders with a calibration of the small model itself, every layer of which costs as
+    much.
+    """
     net = model(kind)
     shape = cache_shape(net)
     scorer = SimpleNamespace(engine=SimpleNamespace(model=net))

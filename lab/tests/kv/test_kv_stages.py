@@ -1,4 +1,6 @@
-"""The stages of codecs: the last is the whole round trip, and each adds to the error what it must."""
+"""The stages of codecs: the last is the whole round trip, and each adds to the error what it
+must.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ class LlamaForCausalLM:
 
 
 class Context:
-    """The engine's side: the requests of a step as they are set, and a note of what is rewritten."""
+    """The engine's side: the requests of a step as they are set, and a note of what is
+    rewritten.
+    """
 
     def __init__(self, serving: bool = False, **attention: Any) -> None:
         self.steps = SimpleNamespace(

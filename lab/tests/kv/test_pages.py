@@ -48,7 +48,9 @@ def tables(heads: int, d: int, seed: int) -> lay.StreamTables:
 
 
 def drawn(tokens: int, t: lay.StreamTables, seed: int) -> torch.Tensor:
-    """Residuals [tokens, heads, d] as the tables expect them: coefficients of variance 1, in steps."""
+    """Residuals [tokens, heads, d] as the tables expect them: coefficients of variance 1, in
+    steps.
+    """
     y = torch.randn(tokens, *t.mean.shape, generator=torch.Generator().manual_seed(seed))
     d = y.shape[-1]
     steps = torch.where(torch.arange(d) < d // 4, lay.STEP[6], lay.STEP[4])

@@ -1,4 +1,6 @@
-"""The tier behind vLLM's real cache: what leaves comes back, and what is damaged is computed again."""
+"""The tier behind vLLM's real cache: what leaves comes back, and what is damaged is computed
+again.
+"""
 
 from __future__ import annotations
 

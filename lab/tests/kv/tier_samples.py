@@ -1,4 +1,6 @@
-"""Small tables of stored blocks, fitted to drawn keys and values whose layers resemble each other."""
+"""Small tables of stored blocks, fitted to drawn keys and values whose layers resemble each
+other.
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,9 @@ def test_normal_values_are_normal() -> None:
 
 
 def error_of(levels: int) -> float:
-    """Mean squared error of the Gaussian quantiser: what its cells lose of N(0, 1), by integration."""
+    """Mean squared error of the Gaussian quantiser: what its cells lose of N(0, 1), by
+    integration.
+    """
     c = gaussian_levels(levels)
     edges = np.concatenate([[-np.inf], (c[1:] + c[:-1]) / 2, [np.inf]])
     return float(1.0 - (np.diff(norm.cdf(edges)) * c**2).sum())

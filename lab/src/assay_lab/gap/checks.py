@@ -1,4 +1,4 @@
-"""Checks of a decomposition: sums that must hold whatever the engines do."""
+"""Checks of a decomposition: sums that hold for any two engines."""
 
 from __future__ import annotations
 

@@ -16,8 +16,6 @@ from assay_lab.kv.eval import require_no_calibration
 from assay_lab.kv.hook_plan import hook_spec, path_of
 from assay_lab.kv.spec import parse_spec
 
-# One way to run the model: an engine, and what is in its KV cache.
-
 ROUNDING = "assay.fidelity.breakdown.rounding:RoundingNoise"
 
 

@@ -9,8 +9,6 @@ from urllib.parse import parse_qsl, urlencode
 from assay.engines import full_spec
 from assay.errors import UsageError
 
-# From one engine to another by steps of one change each.
-
 # Options that are switched alone, in this order, and the part of the bucket `engine` that each
 # becomes.
 _SWITCHES: Mapping[str, str] = {

@@ -1,4 +1,6 @@
-"""Checks before the first run: the candidate's turn comes late, after all that needs the reference."""
+"""Checks before the first run: the candidate's turn comes late, after all that needs the
+reference.
+"""
 
 from __future__ import annotations
 

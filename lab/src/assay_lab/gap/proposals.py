@@ -27,7 +27,9 @@ class Proposal:
 def proposals(
     corners: Corners, alone: Mapping[str, Measured], joint: Measured, layers: int
 ) -> list[Proposal]:
-    """From the hottest groups of layers on the candidate, from the codec's bits, and another codec."""
+    """From the hottest groups of layers on the candidate, from the codec's bits, and another
+    codec.
+    """
     engine, codec = corners.plan.candidate, corners.plan.codec
     found: list[Proposal] = []
     more = with_more_bits(codec)
@@ -71,7 +73,9 @@ def hot_layers(attribution: Attribution, layers: int) -> tuple[int, ...]:
 
 
 def with_more_bits(codec: str) -> str | None:
-    """The same SPEC with one bit more in each stream; None where a codec has no bits, or no more."""
+    """The same SPEC with one bit more in each stream; None where a codec has no bits, or no
+    more.
+    """
     spec = parse_spec(codec)
     try:
         k, v = (None if r is None else _one_more(r) for r in (spec.k, spec.v))

@@ -43,7 +43,9 @@ class CodecGap:
 
 @dataclass
 class GapResult:
-    """What was found. Phases that were not run are absent; `skipped` says why others gave nothing."""
+    """What was found. Phases that were not run are absent; `skipped` says why others gave
+    nothing.
+    """
 
     plan: GapPlan
     decomposition: Decomposition

@@ -13,8 +13,6 @@ from assay_lab.gap.floors import Place, place
 from assay_lab.gap.report import dppl_text, span_text
 from assay_lab.gap.result import GapResult, dppl
 
-# The verdict of a decomposition, and what there is to say of it.
-
 BEYOND = 2.0
 """A KL within so many times a floor is not told from it."""
 _OPEN = {"gap.not_repeated", "gap.not_foretold", "gap.undecided"}

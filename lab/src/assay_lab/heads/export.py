@@ -54,8 +54,12 @@ def target_facts(folder: Path) -> dict[str, str]:
 
 
 def write_head(
-    folder: Path, head: AnyHead, training: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16, target: Path | None = None
-) -> int:  # fmt: skip
+    folder: Path,
+    head: AnyHead,
+    training: Mapping[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
+    target: Path | None = None,
+) -> int:
     """Write the files; returns the bytes of the head's weights. AssayError where they cannot be
     written.
 

@@ -39,28 +39,35 @@ def chunk_of(target: Any) -> int:
     )
 
 
-_ASKED = """Explain {} to a beginner.|What is {}, and why does it matter?|Write a short story about {}.|
-List five facts about {}.|Give me three tips about {}.|Summarise the history of {} in one paragraph.|Write a poem about {}.|
+_ASKED = """Explain {} to a beginner.|What is {}, and why does it matter?|
+Write a short story about {}.|List five facts about {}.|Give me three tips about {}.|
+Summarise the history of {} in one paragraph.|Write a poem about {}.|
 What are the advantages and disadvantages of {}?|How does {} work?|Write a friendly email about {}.|
-Compare {} with its closest alternative.|What common mistakes do people make with {}?|Plan a lesson about {}.|
-Write a dialogue between two friends about {}.|Describe {} to a child.|What questions would you ask an expert on {}?|
-Write an introduction for an essay on {}.|Give a step-by-step guide to {}.|What is the future of {}?|
-Write a product description that mentions {}.|Is {} overrated? Argue both sides.|Write a JSON object that describes {}.|
-Make a table with three rows about {}.|Write a Python class that models {}.|Explain the economics of {}."""
-_TOPICS = """gravity|photosynthesis|the water cycle|volcanoes|black holes|vaccines|the human heart|sleep|memory|dreams|
-climate change|recycling|solar panels|wind turbines|electric cars|bicycles|trains|bridges|lighthouses|maps|compasses|clocks|
-the printing press|the telephone|radio|television|the internet|search engines|social media|email|passwords|encryption|
-blockchain|databases|spreadsheets|sorting algorithms|recursion|binary search|machine learning|neural networks|robots|drones|
-satellites|the Moon|Mars|comets|telescopes|microscopes|atoms|electricity|magnets|batteries|engines|steel|glass|paper|cotton|
-silk|coffee|tea|chocolate|bread|cheese|olive oil|rice|potatoes|honey|salt|sugar|spices|gardening|composting|bees|ants|
-elephants|whales|penguins|wolves|cats|dogs|horses|owls|sharks|dinosaurs|trees|forests|deserts|rivers|oceans|islands|mountains|
-glaciers|earthquakes|hurricanes|rainbows|clouds|chess|football|swimming|running|yoga|hiking|photography|painting|sculpture|
-jazz|the piano|the violin|opera|theatre|cinema|comics|novels|poetry|libraries|museums|schools|universities|exams|teamwork|
-leadership|negotiation|time management|budgeting|taxes|inflation|interest rates|stocks|insurance|marketing|start-ups|
-small businesses|remote work|job interviews|public speaking|friendship|families|weddings|birthdays|holidays|travel|hotels|
-airports|passports|languages|translation|grammar|handwriting|democracy|elections|constitutions|courts|human rights|the Romans|
-ancient Egypt|the Renaissance|the Industrial Revolution|the Silk Road|castles|pirates|knights|dragons|ghosts|time travel|
-probability|statistics|geometry|algebra|prime numbers|infinity|logic puzzles|riddles|kites|toys|board games|video games"""
+Compare {} with its closest alternative.|What common mistakes do people make with {}?|
+Plan a lesson about {}.|Write a dialogue between two friends about {}.|Describe {} to a child.|
+What questions would you ask an expert on {}?|Write an introduction for an essay on {}.|
+Give a step-by-step guide to {}.|What is the future of {}?|
+Write a product description that mentions {}.|Is {} overrated? Argue both sides.|
+Write a JSON object that describes {}.|Make a table with three rows about {}.|
+Write a Python class that models {}.|Explain the economics of {}."""
+_TOPICS = """gravity|photosynthesis|the water cycle|volcanoes|black holes|vaccines|the human heart|
+sleep|memory|dreams|climate change|recycling|solar panels|wind turbines|electric cars|bicycles|
+trains|bridges|lighthouses|maps|compasses|clocks|the printing press|the telephone|radio|television|
+the internet|search engines|social media|email|passwords|encryption|blockchain|databases|
+spreadsheets|sorting algorithms|recursion|binary search|machine learning|neural networks|robots|
+drones|satellites|the Moon|Mars|comets|telescopes|microscopes|atoms|electricity|magnets|batteries|
+engines|steel|glass|paper|cotton|silk|coffee|tea|chocolate|bread|cheese|olive oil|rice|potatoes|
+honey|salt|sugar|spices|gardening|composting|bees|ants|elephants|whales|penguins|wolves|cats|dogs|
+horses|owls|sharks|dinosaurs|trees|forests|deserts|rivers|oceans|islands|mountains|glaciers|
+earthquakes|hurricanes|rainbows|clouds|chess|football|swimming|running|yoga|hiking|photography|
+painting|sculpture|jazz|the piano|the violin|opera|theatre|cinema|comics|novels|poetry|libraries|
+museums|schools|universities|exams|teamwork|leadership|negotiation|time management|budgeting|taxes|
+inflation|interest rates|stocks|insurance|marketing|start-ups|small businesses|remote work|
+job interviews|public speaking|friendship|families|weddings|birthdays|holidays|travel|hotels|
+airports|passports|languages|translation|grammar|handwriting|democracy|elections|constitutions|
+courts|human rights|the Romans|ancient Egypt|the Renaissance|the Industrial Revolution|
+the Silk Road|castles|pirates|knights|dragons|ghosts|time travel|probability|statistics|geometry|
+algebra|prime numbers|infinity|logic puzzles|riddles|kites|toys|board games|video games"""
 
 
 def _listed(text: str) -> list[str]:

@@ -173,8 +173,15 @@ def _texts(
 
 
 def _report(
-    plan: HeadTrainPlan, out: Path, run: Run, done: bool, by: dict[str, Acceptance | None], training: dict[str, Any], size: int, kept: Kept
-) -> Report:  # fmt: skip
+    plan: HeadTrainPlan,
+    out: Path,
+    run: Run,
+    done: bool,
+    by: dict[str, Acceptance | None],
+    training: dict[str, Any],
+    size: int,
+    kept: Kept,
+) -> Report:
     whole = by["all"]
     findings = list(kept.notices("speculation"))
     if not done:

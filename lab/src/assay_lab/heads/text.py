@@ -41,10 +41,16 @@ Write = Callable[[list[list[int]], int, float, int], list[list[int]]]
 
 
 def generate_texts(
-    asked: Sequence[tuple[str, list[int]]], write: Write, tokens: int, temperatures: Sequence[float], kept: Kept | None,
-    enough: Callable[[int], bool] = lambda tokens: False, advance: Callable[[], None] = lambda: None, chunk: int = 64,
+    asked: Sequence[tuple[str, list[int]]],
+    write: Write,
+    tokens: int,
+    temperatures: Sequence[float],
+    kept: Kept | None,
+    enough: Callable[[int], bool] = lambda tokens: False,
+    advance: Callable[[], None] = lambda: None,
+    chunk: int = 64,
     spread: Spread | None = None,
-) -> list[Written]:  # fmt: skip
+) -> list[Written]:
     """The answers to all prompts, `kept` in chunks so that an interrupted run goes on; ends early
     when `enough(tokens)`.
 

@@ -93,9 +93,15 @@ def _order(texts: Sequence[Written], tokens: int, seed: int, epoch: int) -> list
 
 
 def train(
-    head: AnyHead, target: Any, texts: Sequence[Written], held: Sequence[Written], plan: HeadTrainPlan, out: Path, facts: dict[str, Any],
+    head: AnyHead,
+    target: Any,
+    texts: Sequence[Written],
+    held: Sequence[Written],
+    plan: HeadTrainPlan,
+    out: Path,
+    facts: dict[str, Any],
     advance: Any = lambda: None,
-) -> tuple[Run, bool]:  # fmt: skip
+) -> tuple[Run, bool]:
     """Train to the end, or until an interrupt, and say which: (the run, whether it is done). The
     checkpoint is in `out`.
 

@@ -66,9 +66,9 @@ class Header:
 class _Stream:
     """The tables of one stream, as the loops need them.
 
-    `weight` [width, rank + 2 + predictor width], bf16, makes tokens out of scaled coefficients, two ones
-    (for the mean and what bf16 leaves of it), and what the streams of `predictor_keys` were decoded to: one
-    product a stream.
+    `weight` [width, rank + 2 + predictor width], bf16, makes tokens out of scaled coefficients, two
+    ones (for the mean and what bf16 leaves of it), and what the streams of `predictor_keys` were
+    decoded to: one product a stream.
     """
 
     predictor_keys: tuple[Key, ...]
@@ -439,9 +439,15 @@ class BlockCodec:
             decoded.pop((layer - 2, name), None)
 
     def _read(
-        self, stream: _Stream, words: NDArray[np.uint16], begins: NDArray[np.int64], ends: NDArray[np.int64],
-        tokens: NDArray[np.int64], columns: NDArray[np.int64], out: NDArray[np.uint16],
-    ) -> None:  # fmt: skip
+        self,
+        stream: _Stream,
+        words: NDArray[np.uint16],
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        columns: NDArray[np.int64],
+        out: NDArray[np.uint16],
+    ) -> None:
         """Decode a stream's scaled coefficients in some blocks into the first rows of `out`."""
         tables = *rans.tables(), *stream.classes, stream.gaps, stream.scale
         if rans.sections(words, begins, ends, tokens, columns, stream.laws, tables, out) >= 0:
@@ -476,12 +482,16 @@ class BlockCodec:
 
 
 def block_bytes(data: bytes) -> int:
-    """How long a block is by its header, where something else may follow it; 0 where there is none."""
+    """How long a block is by its header, where something else may follow it; 0 where there is
+    none.
+    """
     return int(_HEAD.unpack_from(data)[-2]) if len(data) >= _HEAD.size and data[:4] == MAGIC else 0
 
 
 def block_tokens(data: bytes) -> int:
-    """How many tokens a block has by its header, which nobody has checked; 0 where there is none."""
+    """How many tokens a block has by its header, which nobody has checked; 0 where there is
+    none.
+    """
     return int(_HEAD.unpack_from(data)[7]) if len(data) >= _HEAD.size and data[:4] == MAGIC else 0
 
 

@@ -697,9 +697,14 @@ class GpuBlockCodec(BlockCodec):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _group(
-        self, number: int, blocks: Sequence[bytes], keys: Sequence[bytes] | None, decoding: Decoding,
-        target: Target | None = None, slots: NDArray[np.int64] | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        number: int,
+        blocks: Sequence[bytes],
+        keys: Sequence[bytes] | None,
+        decoding: Decoding,
+        target: Target | None = None,
+        slots: NDArray[np.int64] | None = None,
+    ) -> torch.Tensor:
         """Launch a group into `target`, or into a tensor of its own [layers, 2, tokens, width];
         what was written into.
         """
@@ -816,9 +821,16 @@ class GpuBlockCodec(BlockCodec):
         )
 
     def _place(
-        self, x: torch.Tensor, starts: torch.Tensor, steps: tuple[int, int], slots: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-        target: Target, turn: bool,
-    ) -> None:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        starts: torch.Tensor,
+        steps: tuple[int, int],
+        slots: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        target: Target,
+        turn: bool,
+    ) -> None:
         half, heads = self.facts.head_dim // 2, self.facts.kv_heads
         if slots.numel():
             place_kernel[(triton.cdiv(slots.numel(), 32), 2 * self.facts.layers * heads)](
@@ -842,9 +854,16 @@ class GpuBlockCodec(BlockCodec):
             )
 
     def _coefficients(
-        self, slot: _Slot, words: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, counts: torch.Tensor,
-        where: torch.Tensor, longest: int, good: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        slot: _Slot,
+        words: torch.Tensor,
+        begin: torch.Tensor,
+        end: torch.Tensor,
+        counts: torch.Tensor,
+        where: torch.Tensor,
+        longest: int,
+        good: torch.Tensor,
+    ) -> None:
         """Decode all sections into the coefficients' rows of `inputs`."""
         tables, blocks = self._on_device, counts.numel()
         streams, sections, row = (

@@ -80,7 +80,9 @@ class CodecHook:
 
     @contextmanager
     def attach(self, model: Any) -> Iterator[None]:
-        """Remember the model while the hook is in place; the cache of each batch carries the rest."""
+        """Remember the model while the hook is in place; the cache of each batch carries the
+        rest.
+        """
         self._model, self._shape = model, cache_shape(model)
         if any(coder.before_rope or coder.predictor_keys for coder in self.coders.values()):
             self._rotary = Rotary(model, self.length)
@@ -102,7 +104,9 @@ class CodecHook:
         return self._cache
 
     def after_prefix(self, cache: Any) -> None:
-        """*decode*: replace what the prefix left in the cache; from here on new tokens are coded."""
+        """*decode*: replace what the prefix left in the cache; from here on new tokens are
+        coded.
+        """
         if self.mode is not Mode.DECODE:
             return
         self._armed = True
@@ -144,7 +148,9 @@ class CodecHook:
         return new["k"], new["v"]
 
     def _replaced(self, track: LiveStream, new: torch.Tensor, position: int) -> torch.Tensor:
-        """New tokens as the cache takes them: coded at once where the mode or the coder allows it."""
+        """New tokens as the cache takes them: coded at once where the mode or the coder allows
+        it.
+        """
         if self.mode is Mode.DECODE:
             track.check_together(position, new.shape[-2])
             if not track.codes_at_once(position):
@@ -219,7 +225,9 @@ class CodecHook:
         self._fires[layer] = self._fires.get(layer, 0) + 1
 
     def _measure(self) -> None:
-        """Encode windows of the batch that is done, whole, as they stand in the cache at its end."""
+        """Encode windows of the batch that is done, whole, as they stand in the cache at its
+        end.
+        """
         if not self._tracks or self._cache is None:
             return
         first = self._measured_to

@@ -61,7 +61,9 @@ class Calibration:
     provenance: Mapping[str, Any]
 
     def samples(self, site: LayerStream, *, before_rope: bool, rotary: Rotary | None) -> Samples:
-        """What a codec may learn from at one site; keys are put through RoPE unless `before_rope`."""
+        """What a codec may learn from at one site; keys are put through RoPE unless
+        `before_rope`.
+        """
         states = self.tensors.get(f"layer_{site.layer}_{site.stream}")
         positions = None if states is None else self.tensors["positions"].long()
         levels = self._levels(site.stream)

@@ -65,7 +65,9 @@ def selection_bias(chosen: tuple[float, float], again: tuple[float, float]) -> d
 
 
 def winner_of(row: Mapping[str, Any], again: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The chosen row as `results.winner`, with the selection bias if both measurements have errors."""
+    """The chosen row as `results.winner`, with the selection bias if both measurements have
+    errors.
+    """
     found: dict[str, Any] = {"codec": row["codec"], "same_windows": row, "fresh_windows": again}
     figures = [(r["kld"]["mean"], r["kld_se"]) for r in (row, again) if r]
     if len(figures) == 2 and all(x is not None and math.isfinite(x) for f in figures for x in f):

@@ -109,7 +109,9 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Tokens behind the computed ones that the tier has; they are loaded before the step runs."""
+        """Tokens behind the computed ones that the tier has; they are loaded before the step
+        runs.
+        """
         if (
             request.lora_request is not None
             or request.mm_features

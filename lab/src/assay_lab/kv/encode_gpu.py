@@ -289,8 +289,14 @@ class GpuEncoder:
         return found
 
     def _chosen(
-        self, x: torch.Tensor, firsts: Sequence[int], tokens: int, numbers: torch.Tensor, kinds: torch.Tensor, exact: Sequence[int]
-    ) -> dict[tuple[int, int], bytes]:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        firsts: Sequence[int],
+        tokens: int,
+        numbers: torch.Tensor,
+        kinds: torch.Tensor,
+        exact: Sequence[int],
+    ) -> dict[tuple[int, int], bytes]:
         """Fill in numbers and classes, each stream predicted from those before it as decoded;
         escapes by (stream, block).
         """

@@ -182,8 +182,8 @@ def _alone(recipe: Recipe, site: LayerStream) -> LayerStream:
     """The site; AssayError where the codec predicts it from streams that are not in the file."""
     if predictor_keys := recipe.predictor_keys(site):
         raise AssayError(
-            f"{recipe} predicts layer {site.layer}, stream {site.stream}, from layer {predictor_keys[0][0]},"
-            f" stream {predictor_keys[0][1]}, but a file holds one stream",
+            f"{recipe} predicts layer {site.layer}, stream {site.stream}, from layer"
+            f" {predictor_keys[0][0]}, stream {predictor_keys[0][1]}, but a file holds one stream",
             finding_id="kv.side",
             remedy="use pca with predict=none here",
         )

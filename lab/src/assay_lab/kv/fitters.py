@@ -1,8 +1,8 @@
 """Coders of many layers and streams fitted by several processes.
 
-Transforms and code tables take seconds each. What is fitted on and what comes back goes between
-processes as plain bytes: as tensors they would take shared memory and a file handle each, and those
-of a GPU would make every worker open it.
+Transforms and code tables take seconds each. `LayerCoders` and coders go between processes as plain
+bytes: as tensors they would take shared memory and a file handle each, and those of a GPU would
+make every worker open it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,6 @@ from assay_lab.kv.spec import KvSpec
 
 if TYPE_CHECKING:
     pass
-
-
-# Coders of many layers and streams fitted by several processes: transforms and code tables take
-# seconds each.
-#
-# LayerCoders and coders go between processes as plain bytes. As tensors they would take shared memory and
-# a file handle each, and those of a GPU would make every worker open it.
 
 _Item = tuple[KvSpec, int, str]
 

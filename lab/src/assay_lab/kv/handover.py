@@ -1,4 +1,6 @@
-"""What one stream of a compressed cache decoded in the running step, for streams that predict from it."""
+"""What one stream of a compressed cache decoded in the running step, for streams that predict from
+it.
+"""
 
 from __future__ import annotations
 

@@ -15,12 +15,6 @@ from assay.errors import AssayError
 if TYPE_CHECKING:
     import numpy as np
 
-
-# KKTV files: one matrix of float32 vectors.
-#
-# u32 magic 0x4B4B5456 | u32 version 1 | u64 vectors | u32 dimension | u32 zero | f32 values, row by
-# row; little-endian.
-
 MAGIC = 0x4B4B5456
 _HEADER = struct.Struct("<IIQII")
 

@@ -1,4 +1,5 @@
-"""The transform of the codec `pca`: decorrelated coefficients in which plain squared error is the error that matters.
+"""The transform of the codec `pca`: decorrelated coefficients in which plain squared error is the
+error that matters.
 
 All KV heads of a token form one row x of `width` values. With mean μ, metric M = L Lᵀ (error e
 costs e M eᵀ) and covariance Σ of the samples, Lᵀ Σ L = U Λ Uᵀ gives the Karhunen-Loève transform
@@ -24,8 +25,8 @@ from assay_lab.kv.codecs.samples import LayerStream, Samples, Tables, need_table
 class Predictor:
     """x̂ = s P from what the decoder already has; its offset is in the mean.
 
-    P [predictor width, width] is int8 times an fp16 scale for each column: the residual is taken with
-    the rounded P.
+    P [predictor width, width] is int8 times an fp16 scale for each column: the residual is taken
+    with the rounded P.
     """
 
     weight: torch.Tensor
@@ -150,8 +151,8 @@ def analysis(rows: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
 
 
 def predictor_of(rows: torch.Tensor, predictors: torch.Tensor, ridge: float = 1e-3) -> Predictor:
-    """Least squares of rows [n, width] on predictor rows [n, predictor width], with a ridge in proportion to
-    each predictor channel.
+    """Least squares of rows [n, width] on predictor rows [n, predictor width], with a ridge in
+    proportion to each predictor channel.
     """
     near = predictors - predictors.mean(dim=0)
     gram = near.T @ near

@@ -1,4 +1,12 @@
-"""What an error in each layer and stream costs the model, measured: the sensitivity of a calibration."""
+"""What an error in each layer and stream costs the model, measured: the sensitivity of a
+calibration.
+
+Every layer and stream is coded alone, coarsely, while the calibration text goes through the model
+(*inforward*), as in `assay kv attribute`. Its KL over the mean error e M eᵀ that the coder makes
+of the calibration's samples is the sensitivity: nats for an error of 1 in that metric. For small
+errors KL grows in proportion to them, and single KLs nearly add up, so sensitivity · e M eᵀ is
+the cost of an error wherever it is made.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +17,6 @@ from assay_lab.kv.evaluator import CodecEvaluator
 from assay_lab.kv.layer_coders import LayerCoders
 from assay_lab.kv.spec import parse_spec
 from assay_lab.kv.stream_coder import FittedCodec
-
-# What an error in each layer and stream costs the model, measured: the sensitivity in a calibration
-# file.
-#
-# Every layer and stream is coded alone, coarsely, while the calibration text goes through the model
-# (*inforward*), as in `assay kv attribute`. Its KL over the mean error e M eᵀ that the coder makes
-# of the calibration's samples is the sensitivity: nats for an error of 1 in that metric. For small
-# errors KL grows in proportion to them, and single KLs nearly add up, so sensitivity · e M eᵀ is
-# the cost of an error wherever it is made.
 
 PROBE = "prerope+sinks(n=4)+pca(step=0.5, classes=1, rdo=0)"
 """Coarse, so that rounding in bf16 is small beside what it loses."""

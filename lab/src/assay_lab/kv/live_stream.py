@@ -105,8 +105,8 @@ class LiveStream:
     def code(self, lo: int, hi: int, predictors: torch.Tensor | None = None) -> torch.Tensor:
         """Positions lo … hi − 1 of all windows as the codec gives them back, [B, h, hi − lo, d].
 
-        `predictors` [B, predictor heads, hi − lo, d]: what the decoder has of the streams that the coder
-        predicts from.
+        `predictors` [B, predictor heads, hi − lo, d]: what the decoder has of the streams that the
+        coder predicts from.
         """
         x = self.exact[..., lo:hi, :]
         if self.coder is None or self.coder.lossless:
@@ -170,9 +170,9 @@ class LiveStream:
         """The real stream of one window's tokens from `start` on, encoded and decoded again, and
         what came back.
 
-        `predictors` [predictor heads, tokens, d] is what came back of the streams that the coder predicts
-        from; keys before RoPE. `read` [h, tokens, d] is what the cache holds of the window from
-        `start` on; None: what `code` makes of it now.
+        `predictors` [predictor heads, tokens, d] is what came back of the streams that the coder
+        predicts from; keys before RoPE. `read` [h, tokens, d] is what the cache holds of the window
+        from `start` on; None: what `code` makes of it now.
         """
         x = self.exact[window, :, start:, :]
         values = x.float()

@@ -1,7 +1,7 @@
 """Windows scored with a codec in the cache, kept as they come, with what took part.
 
-What decides a window's scores is its key (`assay.runs.Kept`), so that an interrupted command goes on
-and an equal measurement is read.
+What decides a window's scores is its key (`assay.runs.Kept`), so that an interrupted command goes
+on and an equal measurement is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""How the KL of a model grows with the size of noise in its cache."""
+"""How the KL of a model grows with the size of noise in its cache.
+
+A small error changes the logits in proportion, and their KL by its square: KL = c σ², slope 2 in
+a log-log plot. Above that range the model saturates; below it, errors drown in the rounding of
+the cache's own type.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from assay.stats import Interval, Resampling, resampled_counts
-
-# How the KL of a model grows with the size σ of an error in its cache: slope, and the range where
-# it is quadratic.
-#
-# A small error changes the logits in proportion, and their KL by its square: KL = c σ², slope 2 in
-# a log-log plot. Above that range the model saturates; below it, errors drown in the rounding of
-# the cache's own type.
 
 QUADRATIC = 2.0
 NOISE_TOLERANCE = 0.3

@@ -15,11 +15,6 @@ from assay.engines.hf.cache import new_cache
 if TYPE_CHECKING:
     import torch
 
-# Cache layers of transformers that hand every new key and value to a function before they keep it.
-#
-# One file for what differs between releases of transformers: the signature of `update` and the
-# names of layers.
-
 OnUpdate = Callable[
     [int, int, "torch.Tensor", "torch.Tensor"], tuple["torch.Tensor", "torch.Tensor"]
 ]

@@ -1,4 +1,6 @@
-"""Open a model for codecs: load it, fit the work into a budget, cut the text, check the calibration."""
+"""Open a model for codecs: load it, fit the work into a budget, cut the text, check the
+calibration.
+"""
 
 from __future__ import annotations
 
@@ -289,7 +291,9 @@ def _asked_shape(
 def look_at(
     scorer: HfScorer, length: int, calibration: str | None
 ) -> tuple[CacheShape, int | None]:
-    """Shape of the cache and positions of a model; AssayError where the calibration is not its own."""
+    """Shape of the cache and positions of a model; AssayError where the calibration is not its
+    own.
+    """
     known = read_calibration(Path(calibration)) if calibration else None
     return _layer_coders(scorer, length, known).shape, positions_of(scorer)
 

@@ -41,7 +41,9 @@ def last_readers(coders: Coders) -> dict[Key, int]:
 
 
 def check_alone(fitted: FittedCodec, coded: Mapping[Key, FittedCodec]) -> None:
-    """UsageError where a coder of blocks predicts from coded tokens, which are decoded one by one."""
+    """UsageError where a coder of blocks predicts from coded tokens, which are decoded one by
+    one.
+    """
     if fitted.granularity != 1 and any(
         key in coded and not coded[key].lossless for key in fitted.predictor_keys
     ):

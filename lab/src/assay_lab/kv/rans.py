@@ -3,8 +3,9 @@
 Range asymmetric numeral systems (Duda, arXiv:1311.2540) with four states that take turns (Giesen,
 arXiv:1402.3392): 32-bit states, 16-bit words, probabilities in 1/4096. Two look-ups decode a
 number: a slot of 4096 gives its symbol in a byte, and the symbol its frequency and first slot; so
-the tables of the few distributions of a channel stay in the first cache. The distributions are those of `codecs.pca_entropy`, cut into at most 253 buckets of
-2^m numbers; the m lowest bits of a number go into the same states as they are.
+the tables of the few distributions of a channel stay in the first cache. The distributions are
+those of `codecs.pca_entropy`, cut into at most 253 buckets of 2^m numbers; the m lowest bits of a
+number go into the same states as they are.
 
 Numbers are coded channel by channel, tokens within. Before them comes the class of every token.
 Token t belongs to state t mod 4. Import this only where numba is.
@@ -56,8 +57,8 @@ def frequencies(odds: NDArray[np.float64]) -> NDArray[np.int64]:
 
 @cache
 def tables() -> tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint8]]:
-    """Of every distribution: what each slot names [DISTRIBUTIONS, 4096], first slot << 16 | frequency of each name
-    [DISTRIBUTIONS, 256], and its m.
+    """Of every distribution: what each slot names [DISTRIBUTIONS, 4096], first slot << 16 |
+    frequency of each name [DISTRIBUTIONS, 256], and its m.
 
     The name of a bucket is bucket + 128.
     """
@@ -339,8 +340,9 @@ def sections(raw, begins, ends, tokens, columns, distributions, tables, out):  #
     on; bf16 as uint16.
 
     `raw` are the blocks in words of 16 bits; a section lies from `begins` to `ends`: escapes and
-    their float32, states, words. `tables` are slots, codes and shifts of distributions, slots and codes of
-    classes, gaps, scale. Returns the block that is no code of these tables, −1 where all are.
+    their float32, states, words. `tables` are slots, codes and shifts of distributions, slots and
+    codes of classes, gaps, scale. Returns the block that is no code of these tables, −1 where all
+    are.
     """
     slots, codes, shifts, class_slots, class_codes, gaps, scale = tables
     for i in range(begins.size):

@@ -91,8 +91,8 @@ class HeldStream:
     be.
 
     `window`: a sliding layer's; blocks that no later query can see are dropped. `length` bounds
-    positions before RoPE. `predictors` are those of the streams that the coder predicts from, updated
-    before this one in every step; into `handover` goes what others predict from.
+    positions before RoPE. `predictors` are those of the streams that the coder predicts from,
+    updated before this one in every step; into `handover` goes what others predict from.
     """
 
     def __init__(
@@ -229,7 +229,9 @@ class HeldStream:
         return self._outside(states, at)
 
     def _near(self, lo: int, hi: int, seen_from: int, device: torch.device) -> torch.Tensor | None:
-        """What the coder predicts positions lo … hi − 1 from, [rows, predictor heads, tokens, d]."""
+        """What the coder predicts positions lo … hi − 1 from, [rows, predictor heads, tokens,
+        d].
+        """
         import torch
 
         if not self._predictors:
@@ -294,7 +296,9 @@ class HeldStream:
         self._tail = rest if rest.untyped_storage().nbytes() == rest.nbytes else rest.clone()
 
     def _without_sinks(self, tail: torch.Tensor, count: int) -> torch.Tensor:
-        """The tail once its first `count` tokens of all, when they are there, have been put aside."""
+        """The tail once its first `count` tokens of all, when they are there, have been put
+        aside.
+        """
         if self._first > 0 or not 0 < count <= self.length:
             return tail
         self._sinks = tail[..., :count, :].clone()

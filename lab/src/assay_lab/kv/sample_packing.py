@@ -1,4 +1,9 @@
-"""Samples as a calibration file keeps them: rotated to uncorrelated channels, rounded, Huffman-coded."""
+"""Samples as a calibration file keeps them: rotated to uncorrelated channels, rounded, Huffman-coded.
+
+Each head's samples are rotated (KLT) and rounded to a sixteenth of the channel's standard
+deviation. The error then has the covariance of the samples themselves, 1/3072 of it, along every
+direction and in every metric. Outlying tokens (sinks) are kept as they are.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-
-# Samples as they lie in the file. Each head's are rotated to uncorrelated channels (KLT), rounded
-# to a sixteenth of the channel's standard deviation, and Huffman-coded. The error then has the
-# covariance of the samples themselves, 1/3072 of it, along every direction and in every metric.
-# Tokens that lie too far out (sinks) are kept as they are.
 
 _STEP = 16.0
 _LEAST = 4

@@ -1,4 +1,6 @@
-"""What a calibration collects: some keys and values of every window, second moments of the queries."""
+"""What a calibration collects: some keys and values of every window, second moments of the
+queries.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ from assay_lab.options import ServePlan
 
 _PLUGIN = """import importlib.metadata, importlib.util, json, sys
 found = importlib.metadata.entry_points(group="vllm.general_plugins")
-missing = [name for name in ("vllm", "torch", "scipy", *sys.argv[1:]) if importlib.util.find_spec(name) is None]
+names = ("vllm", "torch", "scipy", *sys.argv[1:])
+missing = [name for name in names if importlib.util.find_spec(name) is None]
 print(json.dumps({"plugin": any(e.name == "assay" for e in found), "missing": missing}))
 """
 

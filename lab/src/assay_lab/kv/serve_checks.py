@@ -1,4 +1,4 @@
-"""What of a server's options and of a checkpoint no codec in its KV cache can work with."""
+"""Options of a server and checkpoints with which a codec in the KV cache would be wrong."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from assay.errors import AssayError
 from assay_lab.kv.codecs.samples import LayerStream, Samples
 from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.spec import parse_spec
-
-# What of a server's options and of a checkpoint no codec in its KV cache can work with.
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 

@@ -20,8 +20,6 @@ from assay_lab.kv.codecs.placement import Placement, Wrapper
 from assay_lab.kv.codecs.samples import LayerStream, Samples, Tables
 from assay_lab.kv.stream_coder import FittedCodec
 
-# Codecs and wrappers by the name they have in a SPEC; each is imported when it is first asked for.
-
 CODECS = {
     "identity": "identity:Identity",
     "bf16": "bf16:Bf16",

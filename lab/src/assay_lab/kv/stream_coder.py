@@ -30,9 +30,9 @@ class FittedCodec:
     """A block coder with exact tokens at both ends, and the stream format around it.
 
     Tensors are [heads, tokens, head_dim] of one floating type on any device. Blocks begin after the
-    first `exact_first` tokens; the last `exact_last` stay exact until newer ones come. `predictors` [predictor
-    heads, tokens, width] is what a predicting codec has before it decodes these tokens, all of
-    them, exact ones included.
+    first `exact_first` tokens; the last `exact_last` stay exact until newer ones come. `predictors`
+    [predictor heads, tokens, width] is what a predicting codec has before it decodes these tokens,
+    all of them, exact ones included.
     """
 
     def __init__(
@@ -119,7 +119,9 @@ class FittedCodec:
         return StreamWriter(self, list(parts.blocks))
 
     def reconstruct(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> torch.Tensor:
-        """What coded tokens become, exact ends aside: decode(encode(x)) without the bytes, float32."""
+        """What coded tokens become, exact ends aside: decode(encode(x)) without the bytes,
+        float32.
+        """
         heads, tokens, width = x.shape
         size = self.coder.granularity
         whole = tokens - tokens % size

@@ -98,9 +98,14 @@ def _grams(block: Any, layers: Iterable[Any]) -> Iterator[dict[Any, torch.Tensor
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def gptq_model(
-    model: Any, texts: Iterable[list[int]], bits: int, group: int, *, symmetric: bool = False,
+    model: Any,
+    texts: Iterable[list[int]],
+    bits: int,
+    group: int,
+    *,
+    symmetric: bool = False,
     advance: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
+) -> None:
     """Round every linear layer of a model of transformers in place, block by block, each on what
     the rounded ones before hand it.
 

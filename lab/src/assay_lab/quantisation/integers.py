@@ -1,4 +1,5 @@
-"""Weights of a model rounded to the nearest integer in groups: a control, and a candidate to compare.
+"""Weights of a model rounded to the nearest integer in groups: a control, and a candidate to
+compare.
 
 Each group of `group` weights along the input of a linear layer has one scale (and, asymmetric,
 one zero point): ŵ = s · clamp(round(w / s) + z, 0, 2ᵇ − 1) − s · z, with s and z from the

@@ -86,7 +86,9 @@ def mixed_widths(bits: float, count: int) -> tuple[int, int]:
 
 
 def _cell_means(c: Array) -> tuple[Array, Array, Array]:
-    """E[X | cell], and its derivatives by the left and by the right edge of the cell, for N(0, 1)."""
+    """E[X | cell], and its derivatives by the left and by the right edge of the cell, for N(0,
+    1).
+    """
     edges = np.concatenate([[-np.inf], (c[1:] + c[:-1]) / 2, [np.inf]])
     density = np.exp(-(edges**2) / 2) / np.sqrt(2 * np.pi)
     a, b = edges[:-1], edges[1:]

@@ -1,14 +1,15 @@
-"""The nearest of some levels to each value, by a table of cells."""
+"""The nearest of some levels to each value, by a table of cells.
+
+`torch.bucketize` searches for each value alone. On a CPU a grid of equal cells, fine enough that no
+two edges share one, is eight times as fast: it gives the answer up to one comparison with one edge,
+which is made exactly.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 import torch
-
-# Which level is nearest, for many values at once. `torch.bucketize` searches for each value apart;
-# on a CPU a grid of equal cells, fine enough that no two edges share one, is eight times as fast:
-# it knows the answer up to one comparison with one edge, which is made exactly.
 
 _FEW = 4096
 """For fewer values a search costs less."""

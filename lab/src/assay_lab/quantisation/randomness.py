@@ -46,7 +46,9 @@ def signs_on(seed: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def random_normal(seed: int, count: int) -> torch.Tensor:
-    """Standard normal values [count], float32: Box-Muller on the upper 53 bits of SplitMix64 words."""
+    """Standard normal values [count], float32: Box-Muller on the upper 53 bits of SplitMix64
+    words.
+    """
     pairs = -(-count // 2)
     uniform = ((random_words(seed, 2 * pairs) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
     radius = np.sqrt(-2.0 * np.log(uniform[:pairs]))

@@ -12,8 +12,6 @@ from assay_lab.gap.run_cache import RunCache
 from assay_lab.kv.hook_plan import Mode
 from assay_lab.kv.measured import Measured
 
-# Phases 5 and 6: what the way of measuring changes, and what tables of the other engine change.
-
 _SKIPPED = ("fidelity.not_engaged", "kv.unsupported", "kv.usage")
 
 

@@ -1,4 +1,9 @@
-"""KL that noise of known size causes on both engines, and the codec's KL beside it."""
+"""KL that noise of known size causes on both engines, and the codec's KL beside it.
+
+Gaussian noise of σ · rms goes where the codec's error goes. KL grows with the power of a small
+error (`assay_lab.kv.noise_growth`); the codec's own error, put on that curve, tells whether it is
+worse than noise of its size.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +21,6 @@ from assay_lab.gap.run_cache import RunCache
 from assay_lab.kv.measured import Measured
 from assay_lab.kv.noise_growth import NoiseGrowth, noise_growth
 from assay_lab.kv.spec import parse_spec
-
-# Phase 3: what an error of known size does, on both engines.
-#
-# Gaussian noise of σ · rms goes where the codec's error goes. KL grows with the power of a small
-# error (`assay_lab.kv.noise_growth`); the codec's own error, put on that curve, tells whether it is
-# worse than noise of its size.
 
 _FALLBACK = 0.02
 """σ of a codec without error: something to sweep around."""

@@ -10,8 +10,6 @@ from assay_lab.gap.engine_steps import Step, engine_steps
 from assay_lab.gap.run_cache import RunCache
 from assay_lab.kv.measured import Measured
 
-# Phase 1: the steps of the bucket `engine`, and what an engine allows to switch alone.
-
 
 def steps_of(run_cache: RunCache, corners: Corners) -> list[Step]:
     """The steps of the bucket `engine`, by what both engines say of themselves."""

@@ -72,7 +72,9 @@ class Codec:
     """
 
     def fit(self, samples: Samples) -> BlockCoder:
-        """A coder for the site of `samples`; AssayError where it needs samples that are not there."""
+        """A coder for the site of `samples`; AssayError where it needs samples that are not
+        there.
+        """
         raise NotImplementedError
 
     def predictor_keys(self, site: LayerStream) -> tuple[tuple[int, str], ...]:

@@ -62,7 +62,9 @@ def _error(number: torch.Tensor, c: torch.Tensor, quantiser: int) -> torch.Tenso
 def _along(
     numbers: Sequence[torch.Tensor], costs: Sequence[torch.Tensor], code: Trellis
 ) -> torch.Tensor:
-    """Of four numbers [rows, n] by quantiser and parity those of the path that costs least, int64."""
+    """Of four numbers [rows, n] by quantiser and parity those of the path that costs least,
+    int64.
+    """
     path = cheapest_path(torch.stack(list(costs), dim=-1).unflatten(-1, (2, 2)), code)
     found = numbers[0]
     for choice in (1, 2, 3):

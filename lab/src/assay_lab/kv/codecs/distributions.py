@@ -1,4 +1,14 @@
-"""A bank of probability distributions of whole numbers, and range coding under a choice of them."""
+"""A bank of probability distributions of whole numbers, and range coding under a choice of them.
+
+Law p is a density with location 0 cut at half integers: Gaussian, logistic or Laplace, with one
+of 72 scales from 1/16 to about 228, six an octave. A calibration names one distribution per
+channel, one byte each, so that tables are small and a channel that another text makes wider still
+has a proper tail. Numbers beyond the radius of their distribution are escapes.
+
+The first `DISTRIBUTIONS` are for numbers k that stand for k, as many again for numbers of the
+trellis' quantiser 1, which stand for k − sgn(k)/2: the same densities, cut at ±1/4 and at ±1, ±2
+and so on.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +23,10 @@ from scipy.special import expit, ndtr
 from assay.errors import AssayError
 from assay_lab.kv.codecs.stream import damaged
 
-# A bank of probability distributions of whole numbers, and range coding under a choice of them.
-#
-# Law p is a density with location 0 cut at half integers: Gaussian, logistic or Laplace, with one
-# of 72 scales from 1/16 to about 228, six an octave. A calibration names one distribution per channel, one
-# byte each, so that tables are small and a channel that another text makes wider still has a proper
-# tail. Numbers beyond the radius of their distribution are escapes.
-#
-# The first `DISTRIBUTIONS` are for numbers k that stand for k, as many again for numbers of the trellis'
-# quantiser 1, which stand for k − sgn(k)/2: the same densities, cut at ±1/4 and at ±1, ±2 and so
-# on.
-
 RADIUS = 1023
 SCALES = 72
 DISTRIBUTIONS = 3 * SCALES
-"""Laws of a quantiser."""
+"""Distributions of a quantiser."""
 ESCAPE = RADIUS + 1
 """What stands for an escape among numbers."""
 ESCAPE_BITS = 32.0
@@ -37,8 +36,8 @@ _TAIL = 2.0**-13
 
 @cache
 def _distributions() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Probabilities [2 · DISTRIBUTIONS, 2 · RADIUS + 2] of −RADIUS … RADIUS and the escape, and the radius
-    of each distribution.
+    """Probabilities [2 · DISTRIBUTIONS, 2 · RADIUS + 2] of −RADIUS … RADIUS and the escape, and the
+    radius of each distribution.
     """
     whole = np.arange(RADIUS + 1.0)
     found = [_cut(whole + 0.5), _cut(np.maximum(whole, 0.25))]
@@ -71,8 +70,8 @@ def radii() -> NDArray[np.int64]:
 
 @cache
 def code_lengths() -> NDArray[np.float32]:
-    """Bits [2 · DISTRIBUTIONS, 2 · RADIUS + 3] of −RADIUS … RADIUS and ESCAPE under each distribution, an escape's
-    value included.
+    """Bits [2 · DISTRIBUTIONS, 2 · RADIUS + 3] of −RADIUS … RADIUS and ESCAPE under each
+    distribution, an escape's value included.
     """
     distributions, _ = _distributions()
     escape = ESCAPE_BITS - np.log2(distributions[:, -1:])
@@ -91,8 +90,8 @@ def lengths_on(device: str) -> torch.Tensor:
 
 
 def best_distributions(counts: NDArray[np.float64], quantiser: int = 0) -> NDArray[np.uint8]:
-    """The distribution with the shortest code for each channel; `counts` [channels, 2 · RADIUS + 2] of
-    numbers and escapes.
+    """The distribution with the shortest code for each channel; `counts` [channels, 2 · RADIUS + 2]
+    of numbers and escapes.
 
     Laws are counted from the first one of the quantiser.
     """
@@ -182,7 +181,9 @@ class Decoder:
 def _by_distribution(
     distributions: NDArray[np.integer[Any]],
 ) -> tuple[NDArray[np.int64], list[tuple[int, int, int]]]:
-    """Positions sorted by distribution, and for each distribution that occurs (distribution, first, end) among them."""
+    """Positions sorted by distribution, and for each distribution that occurs (distribution, first,
+    end) among them.
+    """
     flat = distributions.ravel()
     order = np.argsort(flat, kind="stable")
     ends = np.cumsum(np.bincount(flat, minlength=2 * DISTRIBUTIONS))
@@ -213,7 +214,9 @@ def _model(odds: NDArray[np.float64]) -> Any:
 
 
 def library() -> Any:
-    """The package `constriction` (Bamler, arXiv:2201.01741); AssayError where it is not installed."""
+    """The package `constriction` (Bamler, arXiv:2201.01741); AssayError where it is not
+    installed.
+    """
     try:
         import constriction
     except ImportError as error:

@@ -52,7 +52,9 @@ class Hadamard(Codec):
 
 
 class HadamardCoder(BlockCoder):
-    """Codes: levels of the narrow coordinates, of the wide ones, factors as halves, their exponent."""
+    """Codes: levels of the narrow coordinates, of the wide ones, factors as halves, their
+    exponent.
+    """
 
     def __init__(self, site: LayerStream, codec: Hadamard) -> None:
         super().__init__(site)

@@ -1,4 +1,5 @@
-"""The codec `int`: integers with a scale and a smallest value for each group, as KIVI (arXiv:2402.02750).
+"""The codec `int`: integers with a scale and a smallest value for each group, as KIVI
+(arXiv:2402.02750).
 
 x̂ = lo + s · q with q = round((x − lo) / s) in 0 … 2^b − 1 and s = (max − min) / (2^b − 1); lo
 and s are fp16. Keys have outlying channels, so their groups are `group` tokens of one channel;

@@ -1,4 +1,5 @@
-"""The codec `pca`: transform coding of all KV heads of a token, the family of KVTC (arXiv:2511.01815).
+"""The codec `pca`: transform coding of all KV heads of a token, the family of KVTC
+(arXiv:2511.01815).
 
 A linear transform in the metric of attention (`assay_lab.kv.klt`), one step for all coefficients,
 and either

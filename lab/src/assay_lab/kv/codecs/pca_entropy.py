@@ -46,8 +46,8 @@ class RangeCoder(TransformCoder):
     """Codes: numbers [blocks, tokens, rank], token classes [blocks, tokens], escaped coefficients
     like numbers.
 
-    Tables of distributions, radii and decoded values have one row for each quantiser: two with a trellis of
-    `states`.
+    Tables of distributions, radii and decoded values have one row for each quantiser: two with a
+    trellis of `states`.
     """
 
     def __init__(
@@ -83,7 +83,9 @@ class RangeCoder(TransformCoder):
             setattr(self, name, getattr(self, name).to(device))
 
     def choose(self, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers and classes [...] of coefficients [..., rank]; bank.ESCAPE stands for an escape."""
+        """Numbers and classes [...] of coefficients [..., rank]; bank.ESCAPE stands for an
+        escape.
+        """
         numbers = c.round().clamp(-ESCAPE, ESCAPE).long()
         numbers = torch.where(numbers == -ESCAPE, ESCAPE, numbers)
         kinds = self._kinds(numbers)

@@ -1,4 +1,6 @@
-"""Coefficients in codes of fixed width, which a kernel can read without decoding what comes before."""
+"""Coefficients in codes of fixed width, which a kernel can read without decoding what comes
+before.
+"""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def fit_range(
 
 
 def step_for_bits(found: Spectrum, rows: torch.Tensor, bits: float, unit: float) -> float:
-    """The step whose nearest numbers take `bits` a value under one distribution per channel: secant steps in
-    log₂ step.
+    """The step whose nearest numbers take `bits` a value under one distribution per channel: secant
+    steps in log₂ step.
     """
     transform = found.with_step(unit, 0.0)
     c = transform.forward(rows[:: max(1, rows.shape[0] // _SEARCH_TOKENS)].float())

@@ -39,11 +39,12 @@ class Samples:
     is put there). `positions` [tokens]: position of each in its window, so that sinks can be left
     out. `metric` [heads, head_dim, head_dim], or [width, width] over all heads: the error that
     counts is e M eᵀ. For keys the second moment of the queries that read them
-    (`assay_lab.kv.calibration`), for values the Gram matrix of the output projection. `predictors` [predictor
-    heads, tokens, predictor head_dim]: what the decoder has before it decodes these tokens, the heads of
-    the streams `predictor_keys` (layer, stream) one after the other, keys before RoPE. `sensitivity`: KL of
-    the model in nats for an error of e M eᵀ = 1 a token in this stream alone. `levels` by bits
-    [2^bits]: ready levels for unit residuals, in place of those that samples would give.
+    (`assay_lab.kv.calibration`), for values the Gram matrix of the output projection. `predictors`
+    [predictor heads, tokens, predictor head_dim]: what the decoder has before it decodes these
+    tokens, the heads of the streams `predictor_keys` (layer, stream) one after the other, keys
+    before RoPE. `sensitivity`: KL of the model in nats for an error of e M eᵀ = 1 a token in this
+    stream alone. `levels` by bits [2^bits]: ready levels for unit residuals, in place of those that
+    samples would give.
     """
 
     site: LayerStream
@@ -62,7 +63,9 @@ class Samples:
         return self.x.float()
 
     def need_metric(self, who: str) -> torch.Tensor:
-        """The metric per head [heads, head_dim, head_dim], float64; AssayError where there is none."""
+        """The metric per head [heads, head_dim, head_dim], float64; AssayError where there is
+        none.
+        """
         if self.metric is None:
             raise _missing(who, self.site, "second moments of queries")
         if self.metric.ndim == 3:

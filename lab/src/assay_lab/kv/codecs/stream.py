@@ -11,14 +11,6 @@ All integers are little-endian.
 
 The highest bit of a token count marks a block of exact tokens. Its payload is the tensor in the
 narrowest type that holds it without loss, after a byte for the type.
-
-All integers are little-endian.
-
-    magic "AKVS" | u16 version | u16 bytes of the spec | u32 heads | u32 head_dim | u32 blocks | u32 CRC of the tables
-    spec, UTF-8 | index: per block u32 tokens, u32 bytes, u32 CRC-32 of the payload | u32 CRC-32 of all before it
-    payloads
-
-The highest bit of a token count marks a block of exact tokens.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class Decoded:
         self._held: dict[Key, torch.Tensor] = {}
 
     def predictors(self, fitted: FittedCodec) -> torch.Tensor | None:
-        """What a codec predicts from [windows, predictor heads, tokens, d]; streams that are not coded
-        are exact.
+        """What a codec predicts from [windows, predictor heads, tokens, d]; streams that are not
+        coded are exact.
         """
         import torch
 

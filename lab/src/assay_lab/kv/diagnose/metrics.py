@@ -3,6 +3,10 @@
 Tensors are [windows, heads, tokens, head_dim]. Errors are squared and relative to the variance:
 the squared distance of the values from the mean of their channel. An error of 1 is that of
 storing nothing but the mean.
+
+An error that moves all scores of a query alike does nothing. For keys the error of a score is δ =
+q (k̂ − k)ᵀ · scale, and what counts is its variance under the exact attention p: KL(p ‖ p̂) ≈ ½
+Var_p(δ). For values it is the change of Σ p v.
 """
 
 from __future__ import annotations
@@ -12,13 +16,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-
-# What attention makes of errors in keys and values, with real queries.
-#
-# An error that moves all scores of a query alike does nothing. For keys the error of a score is δ =
-# q (k̂ − k)ᵀ · scale, and what counts is its variance under the exact attention p: KL(p ‖ p̂) ≈ ½
-# Var_p(δ). For values it is the change of Σ p v.
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,9 @@ class Reads:
     window: int | None = None
 
     def scores(self, keys: torch.Tensor) -> torch.Tensor:
-        """[windows, KV heads, group, n, tokens] of keys after RoPE; −∞ where a query does not look."""
+        """[windows, KV heads, group, n, tokens] of keys after RoPE; −∞ where a query does not
+        look.
+        """
         import torch
 
         grouped = self.queries.float().unflatten(1, (keys.shape[1], -1))

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from assay_lab.kv.codecs.base import Stage
     from assay_lab.kv.stream_coder import FittedCodec
 
-
-# How far values are from a normal distribution, once they have mean 0 and variance 1.
-
 MOST = 200_000
 """Values that are looked at; of more, every so many-th."""
 
@@ -83,8 +80,8 @@ def coded(
     """What comes back of each window [windows, heads, tokens, head_dim], its exact ends as they
     were, float32.
 
-    `predictors` [windows, predictor heads, tokens, head_dim]: what a decoder has of the streams that the codec
-    predicts from.
+    `predictors` [windows, predictor heads, tokens, head_dim]: what a decoder has of the streams
+    that the codec predicts from.
     """
     import torch
 
@@ -133,8 +130,8 @@ def outlier_share(x: torch.Tensor) -> torch.Tensor:
 def stage_errors(
     fitted: FittedCodec, x: torch.Tensor, predictors: torch.Tensor | None = None
 ) -> list[StageError]:
-    """The stages of the coded tokens of all windows; none where the codec is one step. `predictors` as in
-    `coded`.
+    """The stages of the coded tokens of all windows; none where the codec is one step. `predictors`
+    as in `coded`.
     """
     import torch
 

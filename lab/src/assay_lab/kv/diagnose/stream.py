@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from assay_lab.kv.stream_coder import FittedCodec
 
 
-# The diagnosis of one stream (K or V) of one layer, as plain JSON.
-
-
 def diagnose_stream(
     fitted: FittedCodec, traffic: Traffic, decoded: Decoded, layer: int, stream: str
 ) -> dict[str, Any]:

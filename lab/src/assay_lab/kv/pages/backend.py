@@ -231,11 +231,19 @@ class PagesImpl(AttentionImpl[PagesMetadata]):
     supports_quant_query_input = False
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None, **more: Any,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **more: Any,
+    ) -> None:
         for given, what in (
             (alibi_slopes, "ALiBi"),
             (sliding_window, "a sliding window"),
@@ -277,10 +285,17 @@ class PagesImpl(AttentionImpl[PagesMetadata]):
         return self._tables
 
     def forward(
-        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        attn_metadata: PagesMetadata, output: torch.Tensor, output_scale: torch.Tensor | None = None,
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagesMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Write the step's keys and values into pages, and attend. All are [tokens, heads,
         head_dim].
         """

@@ -178,9 +178,18 @@ class Turned:
 
 
 def prepare(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor,
-    slots: torch.Tensor, starts: torch.Tensor, t: LayerTables, scale: float, *, requests: int,
-) -> Turned:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    t: LayerTables,
+    scale: float,
+    *,
+    requests: int,
+) -> Turned:
     """Code keys after RoPE and values [tokens, heads, d] into `slots` [tokens] of `pages` (uint8,
     contiguous), and turn the queries [tokens, H, d] of the first `requests` requests, which have
     one each, at the rows `starts`."""
@@ -243,10 +252,22 @@ def splits_of(requests: int, layout: Layout, longest: int, multiprocessors: int 
 
 
 def attend(
-    turned: Turned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor,
-    table: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, t: LayerTables, scale: float, *, requests: int,
-    longest: int, splits: int = 0,
-) -> None:  # fmt: skip
+    turned: Turned,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    t: LayerTables,
+    scale: float,
+    *,
+    requests: int,
+    longest: int,
+    splits: int = 0,
+) -> None:
     """Attention of the first `requests` requests, which have one query each, to their pages, into
     `out` [tokens, H, d].
 
@@ -313,9 +334,18 @@ def attend(
 
 
 def unpack(
-    k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, pages: torch.Tensor, table: torch.Tensor,
-    lengths: torch.Tensor, t: LayerTables, *, first: int, requests: int, longest: int,
-) -> None:  # fmt: skip
+    k: torch.Tensor,
+    v: torch.Tensor,
+    places: torch.Tensor,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    t: LayerTables,
+    *,
+    first: int,
+    requests: int,
+    longest: int,
+) -> None:
     """Keys after RoPE and values of requests `first` … `first + requests` − 1 into k and v [tokens,
     heads, d].
 
@@ -440,10 +470,20 @@ def check(layout: Layout, group: int, dtype: torch.dtype, device: torch.device) 
     # Of the codes a few may fall on the other side of an edge; what is read are those that are in
     # the pages.
     for what, found, wanted, most in (
-        ("writes keys into pages", held["k"], coded["k"], 0.02), ("writes values into pages", held["v"], coded["v"], 0.02),
-        *(("attends to pages", out[-1:].cpu(), reference.attend(q, seen_k, seen_v, d**-0.5), 0.015) for out in outs.values()),
-        ("unpacks keys", found_k.cpu(), read["k"], 0.008), ("unpacks values", found_v.cpu(), read["v"], 0.008),
-    ):  # fmt: skip
+        ("writes keys into pages", held["k"], coded["k"], 0.02),
+        ("writes values into pages", held["v"], coded["v"], 0.02),
+        *(
+            (
+                "attends to pages",
+                out[-1:].cpu(),
+                reference.attend(q, seen_k, seen_v, d**-0.5),
+                0.015,
+            )
+            for out in outs.values()
+        ),
+        ("unpacks keys", found_k.cpu(), read["k"], 0.008),
+        ("unpacks values", found_v.cpu(), read["v"], 0.008),
+    ):
         off = float((found.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
         if not off < most:
             raise AssayError(

@@ -350,9 +350,14 @@ def _unpacked(words: torch.Tensor) -> torch.Tensor:
 
 
 def write(
-    pages: torch.Tensor, layout: Layout, slots: torch.Tensor, stream: str, r: torch.Tensor, t: StreamTables,
+    pages: torch.Tensor,
+    layout: Layout,
+    slots: torch.Tensor,
+    stream: str,
+    r: torch.Tensor,
+    t: StreamTables,
     positions: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Code residuals [n, h, d] at positions [n] into slots [n] of pages [blocks, bytes]; a slot
     below 0 is left out.
     """

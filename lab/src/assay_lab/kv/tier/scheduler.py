@@ -1,4 +1,6 @@
-"""Which blocks of each request are in the tier, come back or leave: the scheduler's side of a connector."""
+"""Which blocks of each request are in the tier, come back or leave: the scheduler's side of a
+connector.
+"""
 
 from __future__ import annotations
 

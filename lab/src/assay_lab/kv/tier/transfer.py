@@ -62,9 +62,15 @@ class TierWorker:
     """
 
     def __init__(
-        self, store: BlockStore, codec: BlockCodec, pages: Pages, block: int, page: int, waiting: int = 0,
+        self,
+        store: BlockStore,
+        codec: BlockCodec,
+        pages: Pages,
+        block: int,
+        page: int,
+        waiting: int = 0,
         encoder: Encoder | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.store, self.codec, self.pages, self.block, self.page = store, codec, pages, block, page
         self._waiting = waiting or max(8, (1 << 30) // (block * codec.facts.token_bytes))
         self._pending: dict[bytes, Future[None]] = {}

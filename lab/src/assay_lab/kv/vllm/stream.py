@@ -52,8 +52,8 @@ class VllmStream:
 
     `settles`: in *decode* none changes any more once the prefix has been coded, in this stream and
     in the other, which shares its slots, nor in those that predict from this one; then nothing more
-    is kept. `predictors` are the lanes that the coder predicts from. `handed`: others predict from this
-    one; `recorded`: from earlier tokens of it too.
+    is kept. `predictors` are the lanes that the coder predicts from. `handed`: others predict from
+    this one; `recorded`: from earlier tokens of it too.
     """
 
     def __init__(

@@ -1,17 +1,16 @@
-"""Eigenvectors of many small symmetric matrices at once, by Jacobi rotations that are plain batched products."""
+"""Eigenvectors of many small symmetric matrices at once, by Jacobi rotations that are plain batched
+products.
+
+LAPACK's routines as torch calls them on a GPU go through a batch one matrix after the other once
+it is larger than 32; thousands of blocks of a cache then take seconds. Here each round turns n /
+2 disjoint pairs of coordinates of every matrix (round-robin order, Brent and Luk, SIAM J. Sci.
+Stat. Comput. 6 (1985) 69), n − 1 rounds are a sweep over all pairs, and after six to nine sweeps
+nothing is left beside the diagonal.
+"""
 
 from __future__ import annotations
 
 import torch
-
-# Eigenvectors of many small symmetric matrices at once, by Jacobi rotations that are plain batched
-# products.
-#
-# LAPACK's routines as torch calls them on a GPU go through a batch one matrix after the other once
-# it is larger than 32; thousands of blocks of a cache then take seconds. Here each round turns n /
-# 2 disjoint pairs of coordinates of every matrix (round-robin order, Brent and Luk, SIAM J. Sci.
-# Stat. Comput. 6 (1985) 69), n − 1 rounds are a sweep over all pairs, and after six to nine sweeps
-# nothing is left beside the diagonal.
 
 SWEEPS = 30
 """More than is ever needed: convergence is quadratic."""
