@@ -17,7 +17,7 @@ from assay.options import Options, RayOptions, RunTime, option
 MODES = ("decode", "inforward", "snapshot")
 """The names of `assay_lab.kv.hook_plan.Mode`."""
 TABLE_TOKENS = 32_768
-"""Most tokens of cache that are taken to share the tables where nobody says how many."""
+"""Most tokens of cache that share the tables by default."""
 EXACT_BITS = 16.0
 
 
@@ -529,7 +529,7 @@ class GapOptions(RayOptions, RunTime, ThreadOptions):
 
     @classmethod
     def read(cls, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-        """The values that were given; what `quick` stands for where it was."""
+        """The values that were given; or those of `quick`."""
         values = super().read(given, where)
         return (QUICK if values.get("quick") else {}) | values
 

@@ -4,7 +4,7 @@ what came before.
 Quantiser 0 has its values at k, quantiser 1 at k − sgn(k)/2. The parities of the numbers k drive a
 convolutional code of 2^ν states whose state names the quantiser of the next number; of all ways
 through it, the search (Viterbi) takes the cheapest. Neighbouring values of both quantisers together
-lie half a step apart, and yet a number costs no more bits than with one quantiser: 4 to 32 states
+are half a step apart, and yet a number costs no more bits than with one quantiser: 4 to 32 states
 have 1.0 to 1.2 dB less error than rounding at the same rate, of the 1.53 dB that any quantiser
 could have less (Marcellin and Fischer, IEEE Trans. Communications 38, 1990; codes of Ungerboeck,
 IEEE Trans. Information Theory 28, 1982; values as in the dependent quantisation of VVC, Schwarz et
@@ -88,7 +88,7 @@ def trellis(states: int) -> Trellis:
 @cache
 def _selector(states: int, count: int) -> NDArray[np.uint8]:
     found = trellis(states)
-    # What one odd number among even ones does to those after it, wherever it stands.
+    # What one odd number among even ones does to those after it, at any place.
     response, state = np.zeros(count, np.uint8), 0
     for j in range(count):
         response[j] = found.quantiser[state]
@@ -110,7 +110,7 @@ def quantisers(numbers: torch.Tensor, code: Trellis) -> torch.Tensor:
 
 
 def values(numbers: torch.Tensor, quantiser: torch.Tensor | int) -> torch.Tensor:
-    """What numbers of a quantiser stand for, float32."""
+    """Values of numbers of a quantiser, float32."""
     return numbers.float() - 0.5 * quantiser * numbers.sign()
 
 

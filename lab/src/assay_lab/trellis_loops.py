@@ -3,7 +3,7 @@ the last and back.
 
 Additions and comparisons are those of torch in the same order, so that the paths are the same, NaN
 and ties included. LLVM makes no vectors of a step written as a loop, where it would have to know
-that old and new sums lie apart: a pair of states is written in its vectors, two to four times as
+that old and new sums are apart: a pair of states is written in its vectors, two to four times as
 fast. Import it only where numba is.
 """
 

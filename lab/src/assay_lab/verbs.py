@@ -93,7 +93,7 @@ def diagnose(**given: Any) -> Report:
     """Say where a codec's error comes from: by layer, head and stage, and what attention makes of
     it.
 
-    Exit code 0 measured, whatever it says; 2 could not be examined.
+    Exit code 0 measured, with any result; 2 could not be examined.
     """
     from assay.cli.progress import show
     from assay_lab.kv.diagnose.verb import run_diagnose

@@ -8,7 +8,7 @@ mode:
     interaction  c(C, q) − c(C, –) − c(R, q)           what the codec does to the candidate beyond
     that harness      c'(C, q) − c(C, q)                    the asked mode c' against the base mode
 
-Their sum is c'(C, q), whatever the numbers are. `repeatability` is a total that was measured on its
+Their sum is c'(C, q), for any numbers. `repeatability` is a total that was measured on its
 own, in another run, minus that sum: it is zero but for what does not repeat. Without a codec there
 is the bucket `engine` alone.
 

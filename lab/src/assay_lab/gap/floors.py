@@ -49,7 +49,7 @@ def repeated_nll(left: Amount, total: Amount, floor: float) -> Repeated:
 
 
 class Place(StrEnum):
-    """Where the total lies against a margin."""
+    """The place of the total against a margin."""
 
     INSIDE = "inside"
     OUTSIDE = "outside"
@@ -57,7 +57,7 @@ class Place(StrEnum):
 
 
 def place(total: Amount, margin: float, windows: int, *, same: bool = False) -> Place:
-    """Whether the total ΔNLL lies within ± ln(1 + margin) of perplexity; fewer than 8 windows never
+    """Whether the total ΔNLL is within ± ln(1 + margin) of perplexity; fewer than 8 windows never
     decide.
 
     `same` says that reference and candidate are one configuration, where nothing needs windows.

@@ -103,7 +103,7 @@ class Runs:
 
 
 def measure_all(run_cache: RunCache, runs: Runs) -> None:
-    """The reference, the candidate, what lies between them, and both ends once more; each engine's
+    """The reference, the candidate, the steps between them, and both ends once more; each engine's
     phases with it.
     """
     plan, corners = run_cache.plan, Corners(run_cache.plan)

@@ -43,7 +43,7 @@ class GapPlan(GapOptions):
 
     def comparison(self, mode: str) -> Plan:
         """The windows and the scoring path of a mode. The second half of each window is scored,
-        whatever the path.
+        on any path.
         """
         return Plan(
             reference=self.reference,

@@ -73,7 +73,7 @@ class GapResult:
     @property
     def causes(self) -> list[str]:
         """Buckets and parts with at least 5 % of the total's KL that it tells from zero,
-        Holm-adjusted, and that stand above twice what an engine differs from itself by.
+        Holm-adjusted, and that exceed twice the difference of an engine from itself.
 
         The largest come first; a part comes after its bucket where both are as large.
         """

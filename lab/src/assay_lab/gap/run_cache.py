@@ -190,7 +190,7 @@ class RunCache:
         return sum(took) / len(took) if took else 0.0
 
     def engine(self, spec: str, again: bool = False) -> ScoringEngine:
-        """The engine, opened where it is not; whatever else is open is closed first.
+        """The engine, opened if it is not; any other is closed first.
 
         With `again` it is one that was opened for an independent run; others may use it after that.
         """

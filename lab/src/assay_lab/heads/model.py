@@ -26,7 +26,7 @@ from assay.errors import UsageError
 from assay_lab.heads.observed import Observed, shifted
 
 NORMS = ("llama", "plus_one")
-"""How a norm's weight is read: as it stands, or (Gemma's convention) with 1 added."""
+"""How a norm's weight is read: as it is, or (Gemma's convention) with 1 added."""
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         """(state that the output reads, state for the next step): one and the same, after the last
         norm, [B, T, H].
         """
-        if not step:  # vLLM puts zeros in place of the token that stands at position 0
+        if not step:  # vLLM puts zeros in place of the token at position 0
             embedded = torch.cat([torch.zeros_like(embedded[:, :1]), embedded[:, 1:]], 1)
         both = torch.cat([self.hidden_layernorm(hidden), self.token_layernorm(embedded)], -1)
         hidden = self.final_layernorm(self.midlayer(self.input_proj(both), step, cache))

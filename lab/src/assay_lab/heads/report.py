@@ -224,32 +224,7 @@ def _report(
     blocks: list[Any] = [
         Table("Accepted of greedy text", columns, rows, frozenset(range(1, len(columns))), note)
     ]
-    if run.curve:
-        blocks += [
-            Chart(
-                "Loss by step of the chain",
-                "line",
-                [
-                    Series(f"step {j}", [Point(c["step"], c["loss"][j]) for c in run.curve])
-                    for j in range(plan.depth)
-                ],
-                "steps of training",
-                "cross-entropy",
-            ),
-            Chart(
-                "Accepted by position while training",
-                "line",
-                [
-                    Series(
-                        f"position {j}",
-                        [Point(a["step"], a["positions"][j]) for a in run.acceptance],
-                    )
-                    for j in range(plan.depth)
-                ],
-                "steps of training",
-                "share",
-            ),
-        ]
+    blocks += _charts(run, plan.depth)
     held = "assay verify HEAD" + ("" if plan.kind == "mtp" else " --target MODEL")
     verdict = Verdict.PASS if done and whole is not None else Verdict.INCONCLUSIVE
     return Report(
@@ -263,6 +238,36 @@ def _report(
         interrupted=not done,
         summary="" if findings else f"the head is trained: hold it against its target with {held}",
     )
+
+
+def _charts(run: Run, depth: int) -> list[Any]:
+    """Loss and acceptance while training; none before the first loss."""
+    if not run.curve:
+        return []
+    return [
+        Chart(
+            "Loss by step of the chain",
+            "line",
+            [
+                Series(f"step {j}", [Point(c["step"], c["loss"][j]) for c in run.curve])
+                for j in range(depth)
+            ],
+            "steps of training",
+            "cross-entropy",
+        ),
+        Chart(
+            "Accepted by position while training",
+            "line",
+            [
+                Series(
+                    f"position {j}", [Point(a["step"], a["positions"][j]) for a in run.acceptance]
+                )
+                for j in range(depth)
+            ],
+            "steps of training",
+            "share",
+        ),
+    ]
 
 
 def percent(i: Interval) -> str:

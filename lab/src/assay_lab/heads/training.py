@@ -125,44 +125,14 @@ def train(
     def share() -> float:
         return min(1.0, max(run.step / plan.steps, (time.monotonic() - began) / limit))
 
-    def note() -> None:
-        if recent:
-            loss = torch.stack([x.by_step for x in recent]).mean(0)
-            agree = torch.stack([x.agreement for x in recent]).mean(0)
-            run.curve.append(
-                {
-                    "step": run.step,
-                    "loss": [round(x, 4) for x in loss.tolist()],
-                    "agreement": [round(x, 4) for x in agree.tolist()],
-                }
-            )
-            recent.clear()
-            if not math.isfinite(run.curve[-1]["loss"][0]):
-                raise AssayError(
-                    f"the loss is no number at step {run.step} of {plan.steps}",
-                    finding_id="speculation.head_diverges",
-                    remedy=(
-                        f"lower --lr (it was {plan.lr:g}), or look for NaN in the target: assay"
-                        " verify MODEL --values"
-                    ),
-                )
-
     try:
         while (done := share()) < 1.0:
             per = len(orders.setdefault(0, _order(texts, plan.batch_tokens, plan.seed, 0)))
             epoch = run.step // per
             order = orders.setdefault(epoch, _order(texts, plan.batch_tokens, plan.seed, epoch))
             ids, mask = padded([texts[i].ids for i in order[run.step % per]], target.device)
-            rate = (
-                min(done / WARM_UP, 0.5 * (1 + math.cos(math.pi * done)))
-                if limit < math.inf
-                else (
-                    min(
-                        (run.step + 1) / (WARM_UP * plan.steps),
-                        0.5 * (1 + math.cos(math.pi * done)),
-                    )
-                )
-            )
+            warm = done / WARM_UP if plan.minutes else (run.step + 1) / (WARM_UP * plan.steps)
+            rate = min(warm, 0.5 * (1 + math.cos(math.pi * done)))
             for group in optimizer.param_groups:
                 group["lr"] = plan.lr * max(rate, 0.01)
             seen = observe(target, ids, mask, head.config.aux_layers)
@@ -177,20 +147,45 @@ def train(
             recent.append(found)
             advance()
             if len(recent) >= 20:
-                note()
+                _note(run, recent, plan)
             if share() >= (len(run.acceptance) + 1) / MEASURED and held:
-                note()
+                _note(run, recent, plan)
                 _measure(run, head, target, held, plan)
             if time.monotonic() - kept_at > KEEP_SECONDS:
-                note()  # a checkpoint never holds a loss that is no number
+                _note(run, recent, plan)  # a checkpoint never holds a loss that is no number
                 _save(path, run, head, optimizer)
                 kept_at = time.monotonic()
-        note()
+        _note(run, recent, plan)
     except KeyboardInterrupt:
-        note()
+        _note(run, recent, plan)
         _save(path, run, head, optimizer)
         return run, False
     return run, True
+
+
+def _note(run: Run, recent: list[Any], plan: HeadTrainPlan) -> None:
+    """Add the mean of the `recent` losses to the curve; AssayError where it is no number."""
+    if not recent:
+        return
+    loss = torch.stack([x.by_step for x in recent]).mean(0)
+    agree = torch.stack([x.agreement for x in recent]).mean(0)
+    run.curve.append(
+        {
+            "step": run.step,
+            "loss": [round(x, 4) for x in loss.tolist()],
+            "agreement": [round(x, 4) for x in agree.tolist()],
+        }
+    )
+    recent.clear()
+    if not math.isfinite(run.curve[-1]["loss"][0]):
+        raise AssayError(
+            f"the loss is no number at step {run.step} of {plan.steps}",
+            finding_id="speculation.head_diverges",
+            remedy=(
+                f"lower --lr (it was {plan.lr:g}), or look for NaN in the target: assay"
+                " verify MODEL --values"
+            ),
+        )
 
 
 def _measure(

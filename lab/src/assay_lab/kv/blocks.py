@@ -51,7 +51,7 @@ _TOGETHER = 512
 
 @dataclass(frozen=True)
 class Header:
-    """What stands before the streams of a block; `sizes` are the bytes of each section."""
+    """The header of a block; `sizes` are the bytes of each section."""
 
     kind: torch.dtype
     key: bytes
@@ -489,7 +489,7 @@ def block_bytes(data: bytes) -> int:
 
 
 def block_tokens(data: bytes) -> int:
-    """How many tokens a block has by its header, which nobody has checked; 0 where there is
+    """Tokens of a block by its header, unchecked; 0 where there is
     none.
     """
     return int(_HEAD.unpack_from(data)[7]) if len(data) >= _HEAD.size and data[:4] == MAGIC else 0

@@ -6,7 +6,7 @@ states of a section, as `assay_lab.kv.rans` does, so what a CPU encoded is read 
 the same bit by bit. Products may be rounded differently in bf16. The last kernel writes into an
 engine's pages, where they are given. Groups take turns on two CUDA streams: while one is decoded,
 threads copy the next one into pinned memory. They look at checksums meanwhile: what kernels do with
-damaged bytes stays inside their buffers, and nobody may believe it before `Decoding.wait`.
+damaged bytes stays inside their buffers, and must not be used before `Decoding.wait`.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
@@ -42,7 +42,7 @@ _LEAST, GROUP = 512, 8192
 nearly as long for 512.
 """
 _ESCAPE = tl.constexpr(0x7FC0)
-"""What stands for an escape among coefficients in bf16 until it is filled in."""
+"""The mark of an escape among coefficients in bf16 until it is filled in."""
 _LOWEST = tl.constexpr(65536)
 
 
@@ -92,7 +92,7 @@ def _rounded(x):
 
 @triton.jit
 def _value(k, escaped, one, more, times):
-    """What a number stands for, scaled, as bf16 bits; whether it is an escape."""
+    """The value of a number, scaled, as bf16 bits; whether it is an escape."""
     size = tl.abs(k)
     gap = tl.where(size == 1, one, more)
     value = k.to(tl.float32) - tl.where(k < 0, -gap, gap)
@@ -103,7 +103,7 @@ def _value(k, escaped, one, more, times):
 
 @triton.jit
 def _named(x, law, live, slots, codes):
-    """The name that a state stands for under its law, and the state behind it, which may lack a
+    """Next symbol of a state under its distribution, and the state behind it, which may lack a
     word.
     """
     name = tl.load(slots + law * 4096 + (x & 4095).to(tl.int32)).to(tl.int32)
@@ -213,7 +213,7 @@ def decode_kernel(
     `words` are blocks as int16; `starts`, `ends` [streams, blocks] of sections in it. Of each
     stream: its coefficients (`ranks`), the first of them among all (`firsts`), its first row of
     `out`, its classes. Of each coefficient: laws [.., CLASSES], whether they have low bits, and
-    `numbers` [.., 3]: what |k| = 1 and larger lie nearer to 0 by, and the scale. Law LAW_COUNT +
+    `numbers` [.., 3]: what |k| = 1 and larger are nearer to 0 by, and the scale. Law LAW_COUNT +
     stream is that of its classes. `out` [rows, out_row] are two bf16 at a time, `kinds` [streams,
     kinds_row] four classes.
     """
@@ -318,7 +318,7 @@ def decode_kernel(
 def escape_kernel(
     words, starts, tokens_ptr, columns_ptr, blocks, ranks, firsts, rows, numbers, out, out_row, good, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Fill in the escapes of one section in the order in which they stand; `out` as int16. Grid
+    """Fill in the escapes of one section in their order; `out` as int16. Grid
     (blocks, streams).
     """
     block, stream = tl.program_id(0), tl.program_id(1)
@@ -527,8 +527,8 @@ class GpuBlockCodec(BlockCodec):
         """Rows of `inputs`, and weights to match: of each stream its coefficients with two ones,
         then what they are decoded to.
 
-        So what a stream is predicted from stands in rows before its own, and one product takes them
-        as they are; what lies between has weight 0. Rows begin at multiples of eight, as tensor
+        So the predictors of a stream are in rows before its own, and one product takes them
+        as they are; rows between have weight 0. Rows begin at multiples of eight, as tensor
         cores like it.
         """
         width, at = self.facts.width, 0

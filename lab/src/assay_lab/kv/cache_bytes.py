@@ -237,7 +237,7 @@ def check_read(key: Key, facts: Sequence[StreamFacts]) -> None:
     """AssayError where streams of one layer do not give back what attention read: their bytes say
     nothing of its quality.
 
-    Exact tokens may be rounded to bf16, and single values that lie between two levels may fall to
+    Exact tokens may be rounded to bf16, and single values between two levels may fall to
     either side.
     """
     apart, error, power = (

@@ -225,7 +225,7 @@ class CodecHook:
         self._fires[layer] = self._fires.get(layer, 0) + 1
 
     def _measure(self) -> None:
-        """Encode windows of the batch that is done, whole, as they stand in the cache at its
+        """Encode windows of the batch that is done, whole, as the cache holds them at its
         end.
         """
         if not self._tracks or self._cache is None:

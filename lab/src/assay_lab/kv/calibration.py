@@ -55,7 +55,7 @@ _POSITIONS = 2048
 
 @dataclass(frozen=True)
 class Calibration:
-    """A calibration as it lies in its file. `provenance` is plain JSON."""
+    """A calibration as its file holds it. `provenance` is plain JSON."""
 
     tensors: Mapping[str, torch.Tensor]
     provenance: Mapping[str, Any]
@@ -87,7 +87,7 @@ class Calibration:
         """The queries' second moment of a layer, averaged over rotations.
 
         After RoPE channels of a pair mix over positions, so there too only the averaged one has a
-        meaning. Files of older tools hold the plain one: before RoPE it is taken as it stands,
+        meaning. Files of older tools hold the plain one: before RoPE it is taken as it is,
         which is what those tools did.
         """
         found = self.tensors.get(f"layer_{layer}_sigma_rope")
@@ -170,7 +170,7 @@ class Calibration:
 
 
 def passages(windows: Sequence[Window]) -> list[str]:
-    """Hashes of one in 64 of all runs of 32 tokens, wherever they stand in their window: the same
+    """Hashes of one in 64 of all runs of 32 tokens, at any place in their window: the same
     runs in every text.
     """
     found: set[str] = set()

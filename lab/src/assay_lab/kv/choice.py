@@ -21,7 +21,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Indices of the (bytes, KL) that no other point beats in one without being worse in the other;
     by bytes.
 
-    Of equal points the first stands for all.
+    Of equal points the first is taken.
     """
     found: list[int] = []
     best = math.inf

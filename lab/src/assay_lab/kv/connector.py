@@ -4,7 +4,7 @@ prefix.
 `vllm serve MODEL --kv-transfer-config '{"kv_connector": "AssayTier", "kv_connector_module_path":
 "assay_lab.kv.connector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
 "kv_connector_extra_config": {"tables": FILE, …}}'`; `assay kv serve --tier stream` writes that
-line. What is decided stands in `assay_lab.kv.tier`; here are vLLM's calls and pages. How a backend
+line. Decisions are made in `assay_lab.kv.tier`; here are vLLM's calls and pages. How a backend
 lays out a page is found by writing into one: CPU attention packs keys for its instructions.
 """
 
@@ -44,7 +44,7 @@ let_numba_be_looked_into()
 _LOG = logging.getLogger("assay.kv")
 
 BLOCK = 128
-"""Tokens of a block where nobody says how many."""
+"""Tokens of a block by default."""
 
 
 @dataclass
@@ -277,8 +277,8 @@ class VllmPages:
         return self._places.device
 
     def _probe(self) -> torch.Tensor:
-        """Where in a flat page each of [2, tokens, heads · head_dim] lies: every bit of its number
-        is written and read.
+        """The place in a flat page of each of [2, tokens, heads · head_dim]: every bit of its
+        number is written and read.
         """
         module, cache = self._layers[0]
         count = 2 * self._size * self._heads * self._dim
@@ -302,7 +302,7 @@ class VllmPages:
         return places
 
     def _target(self) -> Any:
-        """Where a kernel writes tokens itself; None where channels of a head do not lie side by
+        """Where a kernel writes tokens itself; None where channels of a head are not side by
         side, or layers differ.
         """
         from assay_lab.kv.blocks_gpu import Target

@@ -39,7 +39,7 @@ class Handover:
         self.put(x.float(), first)
 
     def take(self, lo: int, hi: int, seen_from: int) -> torch.Tensor:
-        """Positions lo … hi − 1. Zeros stand for tokens before `seen_from` that are gone;
+        """Positions lo … hi − 1. Zeros replace tokens before `seen_from` that are gone;
         ValueError for others.
         """
         for first, states in reversed(self._pieces):

@@ -136,10 +136,10 @@ def path_of(mode: str) -> ScoringPath:
 def layer_coders_of(
     shape: CacheShape, plan: HookPlan, rotary: Rotary | None, share: tuple[int, int] = (0, 1)
 ) -> LayerCoders:
-    """The layer_coders of a model and calibration; AssayError where the calibration is of another
+    """The layer coders of a model and calibration; AssayError where the calibration is of another
     model.
 
-    `share` is the number of a rank and how many there are: its layer_coders has its heads alone.
+    `share` is the number of a rank and how many there are: they have its heads alone.
     The last few are kept, so that coders which many plans share are fitted once.
     """
     device = str(rotary and rotary.device)

@@ -127,7 +127,7 @@ class LiveStream:
         if self.key[1] == "k" and self.coder.before_rope and self._rotary:
             rotation = self._rotary.at(self.key[0], lo, lo + x.shape[-2])
             values = rotation.remove(values)
-        # Blocks are coded each on its own, so windows can stand one after the other.
+        # Blocks are coded each on its own, so windows can follow one another.
         near = None if predictors is None else _folded(predictors)
         result = (
             self.coder.reconstruct(_folded(values), near)

@@ -26,11 +26,11 @@ LANES = 4
 BITS = 12
 TOTAL = 1 << BITS
 _HALF = 126
-"""The largest bucket; 127 stands for an escape."""
+"""The largest bucket; 127 marks an escape."""
 _OUT = 127
 _FOUR = np.uint64(4)
 _LOWEST = 1 << 16
-"""States lie between it and 2^32."""
+"""States are between it and 2^32."""
 
 Words: TypeAlias = "NDArray[np.uint16]"
 
@@ -182,7 +182,7 @@ def _put(x, entry, room, at):  # type: ignore[no-untyped-def]
 
 @compiled
 def _take(x, code, words, at):  # type: ignore[no-untyped-def]
-    """The state after a number of this code, and where the next word stands."""
+    """The state after a number of this code, and the place of the next word."""
     code = np.int64(code)
     return _refill((code & 0xFFFF) * (x >> 12) + (x & 4095) - (code >> 16), words, at)
 
@@ -296,11 +296,11 @@ def read(  # type: ignore[no-untyped-def]
 
 @compiled
 def values(numbers, gaps, scale, escaped, out, column):  # type: ignore[no-untyped-def]
-    """What numbers [channels, tokens] stand for, times `scale` [channels], into `out` from `column`
+    """Values of numbers [channels, tokens], times `scale` [channels], into `out` from `column`
     on: bf16 as uint16.
 
-    `gaps` [2, channels]: what |k| = 1 and larger ones lie nearer to 0 by. `escaped` are the
-    coefficients of escapes, in the order in which they stand; False where there are more or fewer
+    `gaps` [2, channels]: what |k| = 1 and larger ones are nearer to 0 by. `escaped` are the
+    coefficients of escapes, in their order; False where there are more or fewer
     of them.
     """
     channels, tokens = numbers.shape
@@ -339,7 +339,7 @@ def sections(raw, begins, ends, tokens, columns, distributions, tables, out):  #
     """The coefficients of one stream in several blocks into `out` [channels, ..], from `columns`
     on; bf16 as uint16.
 
-    `raw` are the blocks in words of 16 bits; a section lies from `begins` to `ends`: escapes and
+    `raw` are the blocks in words of 16 bits; a section is from `begins` to `ends`: escapes and
     their float32, states, words. `tables` are slots, codes and shifts of distributions, slots and
     codes of classes, gaps, scale. Returns the block that is no code of these tables, −1 where all
     are.
@@ -385,7 +385,7 @@ def choose(c, lengths, zero, radius, kind_bits, rdo, numbers, kinds):  # type: i
     """Numbers [channels, tokens] and classes of coefficients [tokens, channels]:
     `RangeCoder.choose` in one pass.
 
-    `lengths` flat code lengths; `zero` [classes, channels] where the number 0 stands in them;
+    `lengths` flat code lengths; `zero` [classes, channels] the place of the number 0 in them;
     `radius` like it.
     """
     tokens, channels = c.shape

@@ -3,7 +3,7 @@
 RoPE turns pairs of channels by an angle that grows with the position: k' = k cos + rot(k) sin,
 with rot(k) = (−k₂, k₁) for the halves k₁, k₂ of the rotated channels. It is orthogonal up to the
 factor s of long-context variants (cos² + sin² = s²), so k = (k' cos − rot(k') sin) / s². The
-cosines come from the model's own rotary module, whatever its scaling.
+cosines come from the model's own rotary module, with any scaling.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Samples as a calibration file keeps them: rotated to uncorrelated channels, rounded, Huffman-coded.
+"""Samples as a calibration file keeps them: rotated to uncorrelated channels, rounded,
+Huffman-coded.
 
 Each head's samples are rotated (KLT) and rounded to a sixteenth of the channel's standard
 deviation. The error then has the covariance of the samples themselves, 1/3072 of it, along every

@@ -56,7 +56,7 @@ _LEAST_NAME = 7
 
 
 def option(options: Sequence[str], name: str) -> str | None:
-    """The value of a server's option, `""` where it stands alone, None where it is not there. The
+    """The value of a server's option, `""` if it has none, None if it is not given. The
     last one counts.
 
     Options are found as vLLM takes them: shortened, or with a part of a JSON value behind a dot.

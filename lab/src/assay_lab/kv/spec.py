@@ -1,6 +1,6 @@
 """SPEC strings: `prerope+mean+sinks(n=4)+hadamard(bits=5)`, `k:SPEC;v:SPEC`.
 
-A SPEC names a codec with its parameters; wrappers stand before it, outermost first. Without `k:`
+A SPEC names a codec with its parameters; wrappers come before it, outermost first. Without `k:`
 and `v:` it holds for both streams, except that `prerope` concerns keys only.
 """
 
@@ -187,7 +187,7 @@ class KvSpec:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether each stream stays exact or is coded by identity, whatever the model."""
+        """Whether each stream stays exact or is coded by identity, in any model."""
         return all(r is None or r.codec.name == "identity" for r in (self.k, self.v))
 
     @property

@@ -19,7 +19,7 @@ def wht(x: torch.Tensor) -> torch.Tensor:
     inverse.
     """
     n = x.shape[-1]
-    # Values of one place next to each other: each stage adds long rows, whatever the distance of
+    # Values of one place next to each other: each stage adds long rows at any distance of
     # its pairs.
     rows = x.detach().reshape(-1, n).T.clone(memory_format=torch.contiguous_format)
     other = torch.empty_like(rows)

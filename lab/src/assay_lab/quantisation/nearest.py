@@ -35,7 +35,7 @@ def nearest_level(z: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
 
 
 def _cells(z: torch.Tensor, first: float, scale: float, count: int) -> torch.Tensor:
-    """The cell of each value, int32. Every step is monotone, so cells rise with values whatever is
+    """The cell of each value, int32. Every step is monotone, so cells rise with values even if
     rounded.
     """
     return (z - first).mul_(scale).clamp_(0, count - 1).nan_to_num_(count - 1).int()

@@ -14,7 +14,7 @@ from assay_lab.kv.codecs.stream import damaged
 
 
 class Around(BlockCoder):
-    """Codes of the wrapper (`own_parts` tensors, of fixed size) stand before those of the coder
+    """Codes of the wrapper (`own_parts` tensors, of fixed size) come before those of the coder
     inside.
     """
 

@@ -146,7 +146,7 @@ class BlockCoder:
         raise NotImplementedError
 
     def dequantise(self, parts: Parts, predictors: torch.Tensor | None = None) -> torch.Tensor:
-        """What the codes stand for: [blocks, heads, tokens, head_dim], float32."""
+        """The values of codes: [blocks, heads, tokens, head_dim], float32."""
         raise NotImplementedError
 
     def reconstruct(self, x: torch.Tensor, predictors: torch.Tensor | None = None) -> torch.Tensor:

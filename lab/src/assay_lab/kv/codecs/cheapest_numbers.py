@@ -25,10 +25,10 @@ def cheapest(
     rdo: float,
     code: Trellis,
 ) -> torch.Tensor:
-    """Numbers [rows, n] with the least Σ error² + rdo · bits; bank.ESCAPE where c lies beyond what
+    """Numbers [rows, n] with the least Σ error² + rdo · bits; bank.ESCAPE where c is beyond what
     its distribution knows.
 
-    `zero` [2, rows, n] says where in `lengths` the number 0 of each quantiser stands, `radius` like
+    `zero` [2, rows, n] is the place of the number 0 of each quantiser in `lengths`, `radius` like
     it the largest number. An escape counts as even and has no error.
     """
 
@@ -42,7 +42,7 @@ def cheapest(
         even_cost, odd_cost = (
             _error(n, c, quantiser) + rdo * bits(n, quantiser) for n in (even, odd)
         )
-        # The number 0 is cheap to code: it stands in for the even one wherever it costs less.
+        # The number 0 is cheap to code: it replaces the even one wherever it costs less.
         zero_cost = c.square() + rdo * bits(0, quantiser)
         even = torch.where(zero_cost < even_cost, 0.0, even)
         even_cost = torch.minimum(zero_cost, even_cost)

@@ -5,8 +5,8 @@ of 72 scales from 1/16 to about 228, six an octave. A calibration names one dist
 channel, one byte each, so that tables are small and a channel that another text makes wider still
 has a proper tail. Numbers beyond the radius of their distribution are escapes.
 
-The first `DISTRIBUTIONS` are for numbers k that stand for k, as many again for numbers of the
-trellis' quantiser 1, which stand for k − sgn(k)/2: the same densities, cut at ±1/4 and at ±1, ±2
+The first `DISTRIBUTIONS` are for numbers k of value k, as many again for numbers of the
+trellis' quantiser 1, of value k − sgn(k)/2: the same densities, cut at ±1/4 and at ±1, ±2
 and so on.
 """
 
@@ -28,7 +28,7 @@ SCALES = 72
 DISTRIBUTIONS = 3 * SCALES
 """Distributions of a quantiser."""
 ESCAPE = RADIUS + 1
-"""What stands for an escape among numbers."""
+"""The number that marks an escape."""
 ESCAPE_BITS = 32.0
 """Bits of the value that follows an escape."""
 _TAIL = 2.0**-13
@@ -106,7 +106,7 @@ def best_distributions(counts: NDArray[np.float64], quantiser: int = 0) -> NDArr
 def histogram(
     numbers: NDArray[np.int64], chosen: NDArray[np.bool_] | None = None
 ) -> NDArray[np.float64]:
-    """How often each of −RADIUS … RADIUS and ESCAPE stands in each column of [n, channels], of
+    """How often each of −RADIUS … RADIUS and ESCAPE occurs in each column of [n, channels], of
     those that are chosen.
     """
     width = 2 * RADIUS + 2

@@ -50,7 +50,7 @@ class Field:
         """The other way round; integers are uint8 up to 8 bits, int32 up to 16 and else int64."""
         shape = (raw.shape[0], *self.shape)
         if isinstance(self.kind, torch.dtype):
-            # Its bytes need not stand at whole addresses.
+            # Its bytes need not be at whole addresses.
             return (
                 raw.clone(memory_format=torch.contiguous_format)
                 .reshape(-1)

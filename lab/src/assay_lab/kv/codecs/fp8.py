@@ -24,7 +24,7 @@ class Fp8(Codec):
 
     `top` 0 is the largest of the format, as llm-compressor scales; vLLM's `calculate_kv_scales`
     takes 200 for keys and 100 for values. A float's relative precision is the same everywhere, so a
-    scale saves only what would lie outside its range.
+    scale saves only values outside its range.
     """
 
     name = "fp8"

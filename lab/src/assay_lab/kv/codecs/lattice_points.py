@@ -22,7 +22,7 @@ def dimension(lattice: str) -> int:
 
 
 def points(lattice: str, q: int) -> int:
-    """How many points of the lattice lie in the cube of half-width `q`; UsageError for a cube that
+    """Number of points of the lattice in the cube of half-width `q`; UsageError for a cube that
     is too large.
     """
     if lattice not in MAX_Q or not 1 <= q <= MAX_Q[lattice]:

@@ -67,7 +67,7 @@ class RangeCoder(TransformCoder):
         self._distributions = own["laws"].reshape(count, -1, transform.rank) + first
         self._odds = own["odds"].astype("float64")
         self._lengths = lengths_on("cpu")
-        # Where in `_lengths` the number 0 stands under each distribution.
+        # The place of the number 0 in `_lengths` under each distribution.
         self._zero = (
             torch.from_numpy(self._distributions.astype("int32")) * code_lengths().shape[1] + RADIUS
         )
@@ -83,7 +83,7 @@ class RangeCoder(TransformCoder):
             setattr(self, name, getattr(self, name).to(device))
 
     def choose(self, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers and classes [...] of coefficients [..., rank]; bank.ESCAPE stands for an
+        """Numbers and classes [...] of coefficients [..., rank]; bank.ESCAPE marks an
         escape.
         """
         numbers = c.round().clamp(-ESCAPE, ESCAPE).long()
@@ -139,7 +139,7 @@ class RangeCoder(TransformCoder):
         numbers, _, escaped = parts
         value, sign = numbers.float(), numbers.sign()
         one = value.abs() == 1
-        # By quantiser: how far what a number stands for, as samples have it, lies nearer to 0 than
+        # By quantiser: how much nearer to 0 the value of a number, as samples have it, is than
         # the number.
         gaps = [torch.where(one, *shrink) for shrink in self._shrink.to(value.device)]
         gap = gaps[0]

@@ -33,7 +33,7 @@ SMALLEST = 0.12
 #
 # `gains=n` parts the coefficients into n groups of equal size and divides those of a token, over
 # their deviations, by the largest of their group, which is stored in 8 bits: a few tokens (line
-# breaks, delimiters) lie far outside what levels for all the others reach, and their error would be
+# breaks, delimiters) are far outside the levels of all the others, and their error would be
 # most of the whole.
 
 MAX_WIDTH = 8
@@ -77,7 +77,7 @@ def fit_fixed(
         # A uniform quantiser's error D = step² / 12 falls by 2 ln 2 · D for a bit.
         saved = 2 * np.log(2) * (step / largest) ** 2 / 12
         widths = (cost + saved * np.arange(MAX_WIDTH + 1)).argmin(axis=1)
-    # Coefficients of equal width stand together, and those of width 0 are left out.
+    # Coefficients of equal width are together, and those of width 0 are left out.
     order = np.argsort(-widths, kind="stable")[: max(1, int((widths > 0).sum()))]
     if groups:
         # Groups are of what is left, and each width has the levels of its own coefficients.

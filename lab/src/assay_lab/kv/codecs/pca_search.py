@@ -129,7 +129,7 @@ def _by_quantiser(numbers: torch.Tensor, settings: RangeSettings) -> list[torch.
 def _shrinkage(
     c: torch.Tensor, numbers: torch.Tensor, settings: RangeSettings
 ) -> np.ndarray[Any, Any]:
-    """How far below what |k| stands for the mean of |c| lies, for |k| = 1 and beyond, in 1/256:
+    """How far the mean of |c| is below the value of |k|, for |k| = 1 and beyond, in 1/256:
     int8 [2 · quantisers, rank]."""
     size = numbers.abs()
     rows = []

@@ -31,7 +31,7 @@ class Traffic:
     values: dict[int, torch.Tensor]
     queries: dict[int, torch.Tensor]
     positions: torch.Tensor
-    """Where the queries stand."""
+    """Positions of the queries."""
     scales: dict[int, float]
     shape: CacheShape
     rotary: Rotary

@@ -10,7 +10,7 @@ PAGES = "ASSAY_KV_PAGES"
 BLOCK = 64
 """Tokens of a page."""
 CODEC = "pages"
-"""What stands in the place of a SPEC: codes that a page of vLLM's cache holds, not a codec in exact
+"""The name in place of a SPEC: codes that a page of vLLM's cache holds, not a codec in exact
 pages.
 """
 

@@ -8,7 +8,7 @@ Triton's interpreter.
 Digits become fp16 numbers by a mask: a word & 0x000f is, read as fp16, the number n 2⁻²⁴, & 0x00f0
 is 16 n 2⁻²⁴, and the upper half of a word shifted by six gives two more; tensor cores take such
 small numbers as they are. Factors are in the tables (T). A word of two tokens or two columns fills
-a register, and lies in it as products want it. The offsets ½ − 2^(b−1) are the same for all tokens:
+a register, and is in it as products want it. The offsets ½ − 2^(b−1) are the same for all tokens:
 they are taken off once, from the sum of a query's numbers and from the sum of weights.
 """
 

@@ -25,7 +25,7 @@ bits: of channels with 6 bits the upper four), words of values [T, w]; the lower
 channels, of keys [T, e] and of values [e, T] words, e = w/8 for each wide quarter; g of keys [T]
 and g of values [T]; where there is a finer part, two bits more for each channel of the page's first
 FIRST tokens, of which only the page at the beginning of a request makes use, [FIRST, d/8] words. Of
-16 such channels c the bits lie in words 2 (c div 16) + c mod 2 at 2 (c mod 16 div 2). That is d + 4
+16 such channels c the bits are in words 2 (c div 16) + c mod 2 at 2 (c mod 16 div 2). That is d + 4
 bytes, d/16 for each wide quarter and d/T for each finer part a token and head, where bf16 takes 4
 d.
 """
@@ -63,7 +63,7 @@ STEP = {4: 0.3352, 6: 0.1041}
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the codes of a page lie. `wide`: quarters of the channels of keys and of values with 6
+    """Places of the codes of a page. `wide`: quarters of the channels of keys and of values with 6
     bits in place of 4; `finer`: 1 where the first tokens' have two bits more."""
 
     heads: int

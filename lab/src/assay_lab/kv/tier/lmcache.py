@@ -18,10 +18,10 @@ class LmcacheSerde:
     """Serialiser and deserialiser of LMCache for chunks [2, layers, tokens, KV heads · head_dim],
     one process a model.
 
-    LMCache does not say where in a request a chunk stands, so keys must be coded after RoPE (no
+    LMCache does not say which place of a request a chunk has, so keys must be coded after RoPE (no
     prerope), and the sinks of every chunk stay exact. It stores as many bytes as
-    `estimate_serialized_size` says, whatever a stream takes: `ratio` times fewer than bf16. A chunk
-    that needs more is an error there, and is not stored.
+    `estimate_serialized_size` says, for a stream of any size: `ratio` times fewer than bf16. A
+    chunk that needs more is an error there, and is not stored.
     """
 
     def __init__(self, codec: BlockCodec, ratio: float) -> None:

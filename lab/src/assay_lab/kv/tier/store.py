@@ -21,7 +21,7 @@ from assay.runs import write_atomically
 
 _SUFFIX = ".block"
 _LEFT_S = 60.0
-"""Age of an unfinished file that nobody writes any more."""
+"""Age of an unfinished file whose writer is gone."""
 
 
 @dataclass

@@ -91,7 +91,7 @@ class TierWorker:
         blocks = self.store.get_all(keys)
         counters.missing += len(blocks) < len(keys)
         hi = load.lo
-        # Which one is refused, then whether a good checksum stands over a stream that no encoder
+        # Which one is refused, then whether a good checksum is that of a stream that no encoder
         # wrote.
         for deep in (False, True, None):
             try:

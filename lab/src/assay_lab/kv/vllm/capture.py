@@ -139,7 +139,7 @@ def _rows(x: torch.Tensor, request: Request) -> torch.Tensor:
 
 
 def _weight(attention: Any, width: int) -> torch.Tensor:
-    """The output projection [hidden, H·d] of an attention, whatever form its kernel keeps it in:
+    """The output projection [hidden, H·d] of an attention, in any form its kernel keeps:
     its image of unit vectors.
     """
     import torch

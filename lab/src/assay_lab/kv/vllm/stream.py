@@ -37,7 +37,7 @@ Due = tuple[Request, int, int]
 
 @dataclass
 class History:
-    """Tokens of one request: as they came, and as they lie in the cache. Tensors are [1, h, tokens,
+    """Tokens of one request: as they came, and as the cache holds them. Tensors are [1, h, tokens,
     d] and [h, tokens, d].
     """
 
@@ -93,11 +93,11 @@ class VllmStream:
         *,
         second: bool,
     ) -> tuple[torch.Tensor, Spans]:
-        """What attention gets instead of `x` [tokens, h, d], and which earlier tokens of whom are
-        now others.
+        """What attention gets instead of `x` [tokens, h, d], and which earlier tokens of which
+        requests are now others.
 
-        `kept` says of whom the tokens are kept although nothing needs them; `second` is the second
-        pass of *snapshot*.
+        `kept` names requests whose tokens are kept although nothing needs them; `second` is the
+        second pass of *snapshot*.
         """
         self.release()
         if self.handed:

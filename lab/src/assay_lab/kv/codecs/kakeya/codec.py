@@ -275,7 +275,7 @@ class KakeyaCoder(BlockCoder):
         return used[:, None].expand_as(a.z)
 
     def _z(self, codes: torch.Tensor, apart: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """What levels and outliers stand for."""
+        """Values of levels and outliers."""
         return torch.where(apart, kept.float(), self._levels.to(codes.device)[codes.int()])
 
     def _shared(self) -> tuple[torch.Tensor, torch.Tensor] | None:
