@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from assay.errors import AssayError
 from assay.runs import Kept
 from assay_lab.heads.prompts import HELD_OUT, KINDS, prompts
-from assay_lab.heads.text import generate_texts, with_transformers, with_vllm
+from assay_lab.heads.text import generate_texts, side_by_side, with_transformers, with_vllm
 
 pytestmark = pytest.mark.engine
 
@@ -86,5 +86,6 @@ def test_spread_chunks_come_to_their_prompts_whatever_is_kept(tmp_path: Path) ->
     def never(*given: Any) -> Any:
         raise AssertionError("written here")
 
-    assert generate_texts(asked, never, 20, (0.0, 1.0), kept, chunk=2, spread=spread) == expected
+    write = side_by_side(asked, never, 20, (0.0, 1.0), kept, 2, spread)
+    assert generate_texts(asked, write, 20, (0.0, 1.0), kept, chunk=2) == expected
     assert spread_to == [0, 1, 3]

@@ -31,6 +31,7 @@ from assay_lab.heads.text import (
     end_ids,
     generate_texts,
     on_workers,
+    side_by_side,
     with_transformers,
     with_vllm,
 )
@@ -152,6 +153,8 @@ def _texts(
             advance=advance,
             chunk=chunk,
         )
+        if spread:
+            write = side_by_side(rest, write, plan.tokens, TEMPERATURES, kept, chunk, spread)
         texts = generate_texts(
             rest,
             write,
@@ -161,7 +164,6 @@ def _texts(
             lambda n: time.monotonic() > limit,
             advance,
             chunk,
-            spread,
         )
     if not texts:
         raise AssayError(

@@ -40,6 +40,39 @@ Write = Callable[[list[list[int]], int, float, int], list[list[int]]]
 """(prompts, most tokens, temperature, seed) → the tokens that were written after each."""
 
 
+Spread = Callable[[Sequence[tuple[list[list[int]], int, float, int]]], Iterator[list[list[int]]]]
+"""The arguments of several calls of a `Write` → what each of them writes, in order."""
+
+
+def side_by_side(
+    asked: Sequence[tuple[str, list[int]]],
+    here: Write,
+    tokens: int,
+    temperatures: Sequence[float],
+    kept: Kept | None,
+    chunk: int,
+    spread: Spread,
+) -> Write:
+    """What `generate_texts` may call in place of `here`: `spread` writes the chunks that are not
+    kept side by side, and gives them in their order.
+    """
+    todo = {}
+    for number, begin in enumerate(range(0, len(asked), chunk)):
+        some = [ids for _, ids in asked[begin : begin + chunk]]
+        t = temperatures[number % len(temperatures)]
+        # Read, since a damaged one is written again.
+        if kept is None or kept.get(["text", t, tokens, some]) is None:
+            todo[number] = (some, tokens, t, number)
+    answers = zip(todo, spread([*todo.values()]), strict=True)
+
+    def write(ids: list[list[int]], tokens: int, temperature: float, seed: int) -> list[list[int]]:
+        # Another run of the same plan may have kept a chunk meanwhile, whose answer is passed over.
+        own = (answer for number, answer in answers if number == seed)
+        return next(own) if seed in todo else here(ids, tokens, temperature, seed)
+
+    return write
+
+
 def generate_texts(
     asked: Sequence[tuple[str, list[int]]],
     write: Write,
@@ -49,35 +82,11 @@ def generate_texts(
     enough: Callable[[int], bool] = lambda tokens: False,
     advance: Callable[[], None] = lambda: None,
     chunk: int = 64,
-    spread: Spread | None = None,
 ) -> list[Written]:
     """The answers to all prompts, `kept` in chunks so that an interrupted run goes on; ends early
     when `enough(tokens)`.
-
-    `spread` writes the chunks that are not kept side by side, and gives them in their order.
     """
     found: list[Written] = []
-    if spread:
-        todo, here = {}, write
-        for number, begin in enumerate(range(0, len(asked), chunk)):
-            some, t = (
-                [ids for _, ids in asked[begin : begin + chunk]],
-                temperatures[number % len(temperatures)],
-            )
-            if (
-                kept is None or kept.get(["text", t, tokens, some]) is None
-            ):  # read, as a damaged one is to be written again
-                todo[number] = (some, tokens, t, number)
-        answers = zip(todo, spread([*todo.values()]), strict=True)
-
-        def write(
-            ids: list[list[int]], tokens: int, temperature: float, seed: int
-        ) -> list[list[int]]:
-            # Another run of the same plan may have kept a chunk meanwhile, whose answer is passed
-            # over then.
-            own = (answer for number, answer in answers if number == seed)
-            return next(own) if seed in todo else here(ids, tokens, temperature, seed)
-
     for number, begin in enumerate(range(0, len(asked), chunk)):
         part, t = asked[begin : begin + chunk], temperatures[number % len(temperatures)]
 
@@ -101,10 +110,6 @@ def generate_texts(
         if enough(sum(len(w.ids) for w in found)):
             break
     return found
-
-
-Spread = Callable[[Sequence[tuple[list[list[int]], int, float, int]]], Iterator[list[list[int]]]]
-"""The arguments of several calls of a `Write` → what each of them writes, in order."""
 
 
 def on_workers(pool: Pool, model: str) -> Spread:

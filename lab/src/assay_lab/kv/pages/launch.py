@@ -469,7 +469,7 @@ def check(layout: Layout, group: int, dtype: torch.dtype, device: torch.device) 
     seen_k, seen_v = (torch.cat([read[s][:-1], exact[s][-1:].float()]) for s in "kv")
     # Of the codes a few may fall on the other side of an edge; what is read are those that are in
     # the pages.
-    for what, found, wanted, most in (
+    _hold(
         ("writes keys into pages", held["k"], coded["k"], 0.02),
         ("writes values into pages", held["v"], coded["v"], 0.02),
         *(
@@ -483,7 +483,12 @@ def check(layout: Layout, group: int, dtype: torch.dtype, device: torch.device) 
         ),
         ("unpacks keys", found_k.cpu(), read["k"], 0.008),
         ("unpacks values", found_v.cpu(), read["v"], 0.008),
-    ):
+    )
+
+
+def _hold(*results: tuple[str, torch.Tensor, torch.Tensor, float]) -> None:
+    """AssayError for a kernel whose result is off; the last number is the most it may be off."""
+    for what, found, wanted, most in results:
         off = float((found.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
         if not off < most:
             raise AssayError(
