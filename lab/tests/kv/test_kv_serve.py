@@ -414,9 +414,9 @@ def test_options_of_a_tier_without_one_are_refused(python: str, tmp_path: Path) 
     with pytest.raises(AssayError, match="packed pages hold other codes"):
         ServePlan("m", "pages", tier="stream")
     for size in (float("inf"), 1e308):
-        with pytest.raises(AssayError, match="must be (a )?finite"):
+        with pytest.raises(AssayError, match=r"must be (a )?finite"):
             ServePlan("m", "fp8", tier="stream", tier_size=size)
-    with pytest.raises(AssayError, match="finite number|at least 0"):
+    with pytest.raises(AssayError, match=r"finite number|at least 0"):
         ServePlan("m", "fp8", tier="stream", tier_size=float("nan"))
 
 
