@@ -54,7 +54,7 @@ VERBS: dict[str, list[str]] = {
     "kv noise": ["lab/kv/noise.py:run_noise"],
     "kv diagnose": ["lab/kv/diagnose/verb.py:run_diagnose"],
     "kv calibrate": ["lab/kv/calibrate.py:run_calibrate"],
-    "kv list": ["lab/kv/spec.py:run_list"],
+    "kv list": ["lab/kv/listing.py:run_list"],
     "kv encode": ["lab/kv/files.py:run_encode"],
     "kv decode": ["lab/kv/files.py:run_decode"],
     "kv serve": ["lab/kv/serve.py:run_serve"],
