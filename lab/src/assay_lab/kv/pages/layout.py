@@ -10,7 +10,7 @@ the rotation of position p, k the key after RoPE and v the value:
 
 The first FIRST tokens of a request, on which attention rests, have a mean of their own for each
 position, and two bits more where the layout has room (`finer`). A = L U Λ^(−½) / Δ with the metric
-M = L Lᵀ and Lᵀ Σ L = U Λ Uᵀ, as in `assay_lab.kv.transforms`; Δ is the best step of a uniform
+M = L Lᵀ and Lᵀ Σ L = U Λ Uᵀ, as in `assay_lab.kv.klt`; Δ is the best step of a uniform
 quantiser of b bits for a normal variable, and S = A⁻¹. Of a key's mean those `PAIRS` pairs of
 channels are taken off in which it is largest. Nothing is turned back while pages are read. With T
 the rows of S for each digit, n = 4 hi + lo where b is 6:
