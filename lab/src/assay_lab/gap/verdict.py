@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from assay.fidelity.compare import implausible
+from assay.fidelity.compare_report import implausible
 from assay.stats.resolution import windows_needed
 from assay.verdict import Finding, Severity, Verdict
 from assay_lab.gap.buckets import Amount
