@@ -1,6 +1,6 @@
 """Seconds and memory of `assay grade` over shapes of text and sizes: is everything linear?
 
-    python benchmarks/grade_scale.py --out benchmarks/results/grade_scale.json
+    python benchmarks/grade/grade_scale.py
 
 Each shape is a hostile or extreme text: floods, rows of digits, blanks and brackets, bodies and
 streams that break off, nested and unclosed JSON, logs, prints of Python. Each is written to a file of
@@ -166,7 +166,9 @@ def measure(path: Path, most_s: float) -> tuple[float | None, float, str]:
 def main() -> None:
     """Measure all shapes at all sizes, write the rows, and fail if one is beyond the limits."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/grade_scale.json"))
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "grade_scale.json"
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--most", type=float, default=2 * MOST_SECONDS, help="seconds a text")
     parser.add_argument("--part", default="1/1", help="the i-th of n parts of the shapes, as i/n")
