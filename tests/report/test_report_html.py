@@ -209,7 +209,34 @@ def test_the_subject_is_named_at_the_top_and_told_in_full_at_the_end():
     root = tree(Report("check", Verdict.PASS, subject))
     (top,) = by_class(root, "subject")
     assert [(e.find("dt").text, e.find("dd").text) for e in top.iter("div")] == [
-        ("url", "http://x.example")
+        ("url", "http://x.example"),
+        ("engine", "vllm 0.32.0"),
     ]
     (record,) = by_class(root, "record")
     assert "server.version" in text(record) and "0.32.0" in text(record)
+
+
+def test_a_table_that_the_next_one_shows_in_full_is_not_shown_twice() -> None:
+    columns = ("rule", "state")
+    short = Table("What decides", columns, [("text", "ok")])
+    whole = Table("All rules", columns, [("text", "ok"), ("speed", "ok")], detail=True)
+    other = Table("Speed", ("n", "s"), [("1", "2")], detail=True)
+    page = Report("check", Verdict.PASS, blocks=[short, whole, other]).to_html()
+    assert "What decides" not in page.partition("<details>")[0]
+    assert "All rules" in page and "Speed" in page
+    alone = Report("check", Verdict.PASS, blocks=[short, other]).to_html()
+    assert "What decides" in alone
+
+
+def test_code_fences_keep_their_lines() -> None:
+    detail = "the call was\n```json\n{\n  <a>: `1`\n}\n```\nand more"
+    found = Finding("server.x", Severity.INFO, "x", detail=detail)
+    page = Report("check", Verdict.PASS, findings=[found]).to_html()
+    assert '<pre class="command"><code>{\n  &lt;a&gt;: `1`\n}</code></pre>' in page
+    assert "```" not in page.partition("<details>")[0]
+
+
+def test_the_version_of_the_engine_is_on_the_page() -> None:
+    subject = {"model": "m", "server": {"kind": "vllm", "version": "0.32.0"}}
+    page = Report("check", Verdict.PASS, subject=subject).to_html()
+    assert "<dt>engine</dt><dd>vllm 0.32.0</dd>" in page

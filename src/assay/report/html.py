@@ -6,7 +6,7 @@ escapes its own text. The page also forbids scripts and loads by its content sec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from assay.report.text import (
     safe_json,
     sentence,
     split_code,
+    split_fences,
     status_tone,
     subject_items,
     visible,
@@ -43,12 +44,12 @@ _GROUPS = ((Severity.ERROR, "Errors"), (Severity.WARNING, "Warnings"), (Severity
 
 def render(report: Report) -> str:
     """The page of `report`."""
-    blocks = [_block(block, i) for i, block in enumerate(report.blocks)]
+    blocks = [_block(block, i) for i, block in enumerate(_once(report.blocks))]
     return _template().render(
         report=report,
         look=VERDICTS[report.verdict],
         sentence=sentence(report),
-        subject=subject_items(report.subject),
+        subject=[*subject_items(report.subject), *_engine(report.subject)],
         whole=report.subject
         if any(isinstance(v, Mapping) for v in report.subject.values())
         else {},
@@ -61,6 +62,31 @@ def render(report: Report) -> str:
         schema=SCHEMA,
         json=safe_json(report.to_json()),
     )
+
+
+def _once(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks without a short table that the next one shows in full: a page has room for it."""
+    following = [*blocks[1:], None]
+    return [
+        block
+        for block, after in zip(blocks, following, strict=False)
+        if not (
+            isinstance(block, Table)
+            and isinstance(after, Table)
+            and after.detail
+            and not block.detail
+            and after.columns == block.columns
+        )
+    ]
+
+
+def _engine(subject: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The engine and its version, where a nested part of the subject names both."""
+    for part in subject.values():
+        if isinstance(part, Mapping) and part.get("version"):
+            kind = part.get("kind") or part.get("engine") or ""
+            return [("engine", one_line(f"{kind} {part['version']}".strip()))]
+    return []
 
 
 @cache
@@ -78,6 +104,7 @@ def _template() -> Template:
         line=one_line,
         items=evidence_items,
         code=split_code,
+        fences=split_fences,
         command=is_command,
         tone=status_tone,
         plural=plural,

@@ -131,6 +131,23 @@ def split_code(text: str) -> list[tuple[bool, str]]:
     return [(bool(i % 2), part) for i, part in enumerate(_CODE.split(text)) if part]
 
 
+_FENCE = re.compile(r"```[\w+.-]*[ \t]*\n(.*?)\n?```", re.DOTALL)
+
+
+def split_fences(text: str) -> list[tuple[bool, str]]:
+    """`text` as (is fenced, part) pairs: what stands between code fences keeps its lines.
+
+    >>> split_fences("run\\n```sh\\nls\\n```")
+    [(False, 'run\\n'), (True, 'ls')]
+    """
+    parts = _FENCE.split(text)
+    return [
+        (bool(i % 2), visible(scrub(part)) if i % 2 else part)
+        for i, part in enumerate(parts)
+        if part.strip()
+    ]
+
+
 def is_command(code: str) -> bool:
     """Whether a code part is a command line to copy, and not just a name in a sentence."""
     return _COMMAND.match(code) is not None
