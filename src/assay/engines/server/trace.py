@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from assay.bounded_json import loads
 from assay.engines.server.errors import RequestRefused
 from assay.engines.server.fields import (
     as_count,
@@ -115,8 +115,8 @@ class StreamTrace:
         if self.done and self.after_done is None:
             self.after_done = number
         try:
-            chunk = json.loads(text)
-        except (ValueError, RecursionError):
+            chunk = loads(text, numbers="null", halves="keep")
+        except ValueError:
             chunk = None
         if not isinstance(chunk, dict):
             self.fail("invalid", f"an event that is not a JSON object: {one_line(text, 80)}")
