@@ -14,6 +14,7 @@ from assay.speculation.findings import findings
 from assay.speculation.follow import follow
 from assay.speculation.head_file import HeadFile, examine_head
 from assay.speculation.head_state import head_evidence
+from assay.speculation.headline import headline
 from assay.speculation.health import Assessment, assess, sampled_share, with_words
 from assay.speculation.judged import Judged
 from assay.speculation.measured import quotient
@@ -22,7 +23,7 @@ from assay.speculation.plan import resolve
 from assay.speculation.prediction import Prediction, doubts, predict, read_change, to_json
 from assay.speculation.prediction import table as prediction_table
 from assay.speculation.run import Run, read_run
-from assay.speculation.view import blocks, headline
+from assay.speculation.view import blocks
 from assay.verdict import Report, Verdict
 
 
