@@ -111,7 +111,7 @@ def test_lost_blanks_are_found_and_long_words_are_not() -> None:
     tags = " ".join(
         f"#thankyouforthefoodandthewarmthof{place}" for place in ("rome", "oslo", "bern")
     )
-    assert kind_of(f"{SANE} {tags}") is None
+    assert kind_of(f"{SANE} {tags}") != "lost_blanks"
 
 
 @pytest.mark.parametrize("word", ["přístavu", "lørdagen", "müşteri"])
