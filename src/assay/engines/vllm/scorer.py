@@ -54,9 +54,11 @@ def find_python(named: str = "") -> Path | None:
         return None
     if from_environment := os.environ.get(PYTHON):
         return _checked(Path(from_environment), PYTHON)
-    ready = sorted(cache_dir(".").glob("vllm-*/.ready"))
+    stamps = sorted(cache_dir(".").glob("vllm-*/.ready"))
+    # The Python that an environment was made with may have been removed since.
+    ready = [p for stamp in stamps if (p := stamp.parent / "bin" / "python").exists()]
     if ready:
-        return ready[-1].parent / "bin" / "python"
+        return ready[-1]
     raise AssayError(
         "vllm: needs vLLM, which this Python does not have",
         finding_id="fidelity.engine_missing",
