@@ -85,7 +85,10 @@ def stream_cases(engine: StreamingEngine, *, thinking: bool = True) -> tuple[Str
     cases = [
         StreamCase("text", asked(_SKY, _SKY_PROMPT, **logprobs)),
         StreamCase("letters", asked(_LETTERS, _LETTERS_PROMPT)),
-        StreamCase("two choices", asked(_SKY, _SKY_PROMPT, n=2), choices=2),
+        # vLLM takes n=2 only where something is drawn.
+        StreamCase(
+            "two choices", replace(asked(_SKY, _SKY_PROMPT, n=2), temperature=0.7), choices=2
+        ),
     ]
     if Capability.TOOLS in able and Capability.CHAT in able:
         question = "What is the weather in Oslo right now? Use the tool."
