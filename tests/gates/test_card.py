@@ -26,7 +26,7 @@ from assay.gates.card import (
     read_report,
     run_card,
 )
-from assay.gates.contract import figures, short
+from assay.gates.figures import figures, short
 from assay.report.text import visible
 from assay.verdict import Verdict
 from cli.check_servers import run

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 import assay
 import assay.gates.gate as gates
 from assay.errors import UsageError
-from assay.gates.contract import Figure, _median, figures, rule
+from assay.gates.figures import Figure, _median, figures
 from assay.gates.gate import direction
+from assay.gates.limits import rule
 from assay.verdict import Verdict
 from cli.check_servers import Sane, run, serving
 from stub_server import StubServer, healthy, models

@@ -22,7 +22,8 @@ from assay.errors import AssayError
 from assay.fidelity.names import label_of
 from assay.fidelity.plan import Plan
 from assay.files import MOST_JSON_BYTES, read_bounded
-from assay.gates.contract import BOUNDED, Figure, figures, short
+from assay.gates.figures import Figure, figures, short
+from assay.gates.limits import BOUNDED
 from assay.options import Options, declared_options, option
 from assay.plugins import get, names
 from assay.report.markdown import code, prose

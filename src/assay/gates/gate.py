@@ -25,18 +25,9 @@ from assay.errors import AssayError, UsageError
 from assay.extras import not_installed
 from assay.fidelity.names import printable
 from assay.files import MOST_JSON_BYTES, read_bounded
-from assay.gates.contract import (
-    DEFAULT,
-    SECTIONS,
-    SHARES,
-    Contract,
-    Figure,
-    Ruled,
-    figures,
-    read_contract,
-    rule,
-    short,
-)
+from assay.gates.contract import DEFAULT, SECTIONS, Contract, read_contract
+from assay.gates.figures import Figure, figures, short
+from assay.gates.limits import SHARES, Ruled, rule
 from assay.options import Options, option
 from assay.progress import NO_PROGRESS, Progress
 from assay.report import markdown
