@@ -130,9 +130,10 @@ class Kept:
     A key is plain data (what JSON can write, dataclasses and paths too); a value is plain data or a
     mapping of names to numpy arrays. An entry is a file named after the hash of its key. It is
     written whole or not at all and carries that hash and the SHA-256 of its content: an entry that
-    is damaged, or that is another key's, is deleted, counted, and measured again. Runs that work on equal keys at the same time write equal entries
-    and need no lock. Where the folder cannot be written (a full disk), values stay in memory and
-    the run goes on. `notices` are the findings that say so.
+    is damaged, or that is another key's, is deleted, counted, and measured again. Runs that work on
+    equal keys at the same time write equal entries and need no lock. Where the folder cannot be
+    written (a full disk), values stay in memory and the run goes on. `notices` are the findings
+    that say so.
     """
 
     def __init__(self, folder: Path, about: Any = None) -> None:

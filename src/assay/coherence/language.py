@@ -1,8 +1,8 @@
 """A small statistical picture of well-formed text: which characters, letters and words follow one
 another.
 
-Three tables and three sets, built once from free text by `benchmarks/grade/build_language_tables.py`
-and shipped compressed:
+Three tables and three sets, built once from free text by
+`benchmarks/grade/build_language_tables.py` and shipped compressed:
 
 - `shapes`: −log2 P(class of a character | the classes of the two before it), over every kind of
   text (prose, code, data, many scripts). Letters count by script and case only, so that no language

@@ -1,4 +1,6 @@
-"""What terminals, logs and chats put around a body: HTTP headers, commands, meters, fences, prefixes."""
+"""What terminals, logs and chats put around a body: HTTP headers, commands, meters, fences,
+prefixes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`assay doctor --lint`: what is known to break about a command and its checkpoint, without a launch."""
+"""`assay doctor --lint`: what is known to break about a command and its checkpoint, without a
+launch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Notation with a grammar of its own looks like salad to measures of prose: chess, music, chemistry,
-keys, dumps.
+"""Notation with a grammar of its own looks like salad to measures of prose: chess, music,
+chemistry, keys, dumps.
 
 Each entry of `PIECES` is the grammar of one piece between blanks, of which `LEAST` in a row are
 notation, bars, commas and line breaks between them or not. Each of `WHOLE` is a pattern that is

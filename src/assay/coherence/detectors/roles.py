@@ -1,4 +1,6 @@
-"""Turns whose marks were stripped: `analysis…assistantfinal`, a role glued to a sentence, roles alone."""
+"""Turns whose marks were stripped: `analysis…assistantfinal`, a role glued to a sentence, roles
+alone.
+"""
 
 from __future__ import annotations
 

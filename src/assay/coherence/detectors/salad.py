@@ -1,8 +1,8 @@
 """Salads: text whose characters, words or word order no language would produce.
 
 Each window of tokens gets a score, the log-odds of boosted trees on its measures. They were fitted
-by `benchmarks/grade/fit_salad.py` on legitimate text (prose, code, data, 300 languages) against outputs
-of broken models and synthetic salads, never on what the benchmark reports
+by `benchmarks/grade/fit_salad.py` on legitimate text (prose, code, data, 300 languages) against
+outputs of broken models and synthetic salads, never on what the benchmark reports
 (docs/methods/degeneration.md). A measure that can only speak for salad, such as strange letters,
 can only raise the score (monotone constraints), so that a text stranger than any seen is not
 acquitted.

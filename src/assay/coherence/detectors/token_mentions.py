@@ -1,4 +1,5 @@
-"""What special tokens look like, and where a text mentions them: quoted, or named as a noun would be.
+"""What special tokens look like, and where a text mentions them: quoted, or named as a noun would
+be.
 
 Quoted is what stands in code, quotations, indented blocks, and blocks that a line about tokens
 introduces. Named is a token in a noun's place, in a text about tokens.

@@ -79,7 +79,8 @@ class Parser:
     reads: str = ""
     """A regular expression of the metric names that `samples` reads, lower case."""
     metric_words: tuple[str, ...] = ()
-    """Texts in lower case; every metric name that `samples` reads holds one. None given: any name."""
+    """Texts in lower case; every metric name that `samples` reads holds one. None given: any name.
+    """
     start_up: tuple[StartUp, ...] = ()
     """Messages at the start of a log."""
     replies: re.Pattern[str] | None = None
