@@ -21,9 +21,7 @@ SEVERAL = {
 """Files with unconnected groups, and why they are right."""
 
 LONGEST, MOST_PARAMETERS = 80, 8
-LARGER = {
-    "src/assay/options.py:option": "a field of a dataclass: every property of an option",
-}
+LARGER = {"src/assay/options.py:option": "a field of a dataclass: every property of an option"}
 """Functions beyond the limits that are no GPU kernels, and why."""
 
 
@@ -69,11 +67,15 @@ def _defined(node: ast.stmt) -> Iterator[str]:
 
 def _is_quoted_name(node: ast.AST) -> bool:
     """Whether a constant is an annotation in quotes."""
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier()
+    return (
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier()
+    )
 
 
 def test_groups_are_found() -> None:
-    tree = ast.parse("A = 1\ndef f():\n    return A\n\ndef g():\n    return h()\ndef h():\n    pass\n")
+    tree = ast.parse(
+        "A = 1\ndef f():\n    return A\n\ndef g():\n    return h()\ndef h():\n    pass\n"
+    )
     assert [names for _, names in groups(tree)] == [["g", "h"], ["A", "f"]]
 
 

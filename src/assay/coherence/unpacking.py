@@ -53,7 +53,8 @@ _PRINTED_RUN = re.compile(
     r"^Output \[Text (\d+)(?: Beam \d+)?\]: \"(.*?)\"?(?=\n(?:Input|Output) \[Text \d|\s*\Z)",
     re.MULTILINE | re.DOTALL,
 )
-"""What the example script of an engine prints: the input, which holds special tokens, and the output.
+"""What the example script of an engine prints: the input, which holds special tokens, and the
+output.
 """
 _TEXT_KEYS = ("text", "content", "completion", "response", "output", "answer", "token", "delta")
 

@@ -31,9 +31,11 @@ _GATED = frozenset(
 )
 """Architectures whose dense MLP has a gate of its own."""
 _BIASED = frozenset({"qwen2", "qwen2vl", "qwen2moe"})
-"""Architectures whose query, key and value projections have biases, which the tables do not name."""
+"""Architectures whose query, key and value projections have biases, which the tables do not name.
+"""
 _OTHER_BLOCKS = ("ssm_", "time_mix", "shortconv", "channel_mix", "rwkv", "dec.", "enc.")
-"""Tensors of architectures whose blocks differ from one another: only single tensors are asked for."""
+"""Tensors of architectures whose blocks differ from one another: only single tensors are asked for.
+"""
 MOST_BLOCKS = 10_000
 
 
