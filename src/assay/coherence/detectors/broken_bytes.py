@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+from assay.coherence.arrays import Spans
 from assay.coherence.detection import TOKENIZER, Detection, Family
+from assay.coherence.detectors.token_mentions import SPECIAL
 from assay.coherence.text import TextView
 
 _SPLIT = "a character's bytes split over tokens or chunks and decoded apart"
@@ -39,7 +41,8 @@ def find_tokenizer_marks(view: TextView) -> Detection | None:
     """`Ġ`, `▁` or `Ċ` between letters: ids were turned into text without the tokenizer's decoder."""
     marks = list(_BYTE_LEVEL.finditer(view.text))
     if len(marks) < 5 or len(marks) < len(view.text) / 60:
-        marks = list(_BETWEEN_TEXT.finditer(view.text))
+        named = Spans(m.span() for m in SPECIAL.finditer(view.text))
+        marks = [m for m in _BETWEEN_TEXT.finditer(view.text) if m.start() not in named]
         if len(marks) < LEAST_BETWEEN or len({view.text[m.end()] for m in marks}) < 2:
             return None
     return Detection(
