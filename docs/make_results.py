@@ -65,6 +65,7 @@ VERBS: dict[str, list[str]] = {
     "demo": ["demo/run.py:_report"],
     "card": ["gates/card.py:_report"],
     "table": ["fidelity/table/verb.py:run_table"],
+    "diff": ["report/side_by_side.py:diff"],
     "gap": ["lab/gap/result.py:GapResult.to_json", "fidelity/budget.py:Budget.results"],
 }
 
@@ -453,6 +454,14 @@ MEANINGS: dict[str, dict[str, str]] = {
         "grade": "The grade on the card.",
         "badge": "Text of the badge.",
         "reports": "Command, verdict and grade of each report that it rests on.",
+    },
+    "diff": {
+        "verb": "The verb of both reports.",
+        "subjects": "What each report examined.",
+        "verdict": "The verdict before and after, and whether it is better, worse or the same.",
+        "findings": "New findings, findings that are gone, and how many are in both.",
+        "figures": "Figures that moved beyond their intervals: before, after, and the direction.",
+        "figures_same": "How many figures did not move.",
     },
     "table": {
         "rows": (

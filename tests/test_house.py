@@ -17,11 +17,25 @@ GROUP = 40
 SEVERAL = {
     "src/assay/option_types.py": "written by a program: the options of each function, as types",
     "src/assay/engines/server/errors.py": "siblings: one error a kind of answer, with two bases",
+    "src/assay/checkpoint/patterns.py": "siblings: one pattern over layers a check, one caller",
+    "src/assay/coherence/language.py": "classes of characters and of words, read as one table",
 }
 """Files with unconnected groups, and why they are right."""
 
 LONGEST, MOST_PARAMETERS = 80, 8
-LARGER = {"src/assay/options.py:option": "a field of a dataclass: every property of an option"}
+LARGER = {
+    "src/assay/options.py:option": "a field of a dataclass: every property of an option",
+    "src/assay/serving/launch.py:launched": "everything that one start of a server depends on",
+    "src/assay/serving/symptoms.py:measure": "everything that one look at a server depends on",
+    "lab/src/assay_lab/kv/blocks_gpu.py:_group": "builds a GPU kernel's source for one shape",
+    "lab/src/assay_lab/kv/pages/backend.py:__init__": "the signature is vLLM's",
+    "lab/src/assay_lab/kv/pages/backend.py:forward": "the signature is vLLM's",
+    "lab/src/assay_lab/kv/pages/launch.py:prepare": "launches a kernel with its arguments",
+    "lab/src/assay_lab/kv/pages/launch.py:attend": "launches a kernel with its arguments",
+    "lab/src/assay_lab/kv/pages/launch.py:unpack": "launches a kernel with its arguments",
+    "lab/src/assay_lab/kv/pages/launch.py:check": "one case of every kernel beside the reference",
+    "lab/src/assay_lab/trellis_loops.py:_butterfly": "compiled: one step of a search over arrays",
+}
 """Functions beyond the limits that are no GPU kernels, and why."""
 
 
@@ -132,6 +146,7 @@ def test_a_folder_says_what_it_holds_and_no_more(path: Path) -> None:
 THIN = {
     "src/assay/lab/__init__.py": "the old name of the laboratory, for one version",
     "lab/src/assay_lab/__init__.py": "the one function that is public",
+    "lab/src/assay_lab/kv/pages/__init__.py": "the refusal that every caller of pages shares",
 }
 
 

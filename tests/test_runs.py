@@ -24,7 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.errors import UsageError
-from assay.runs import Kept, KeptFile, RunLock, keep_value, read_value, source_digest
+from assay.run_lock import RunLock
+from assay.runs import Kept, KeptFile, keep_value, read_value, source_digest
 
 plain = st.recursive(
     st.none()
@@ -360,7 +361,7 @@ def test_rows_that_cannot_be_kept_are_refused_before_they_are_measured(tmp_path:
 # Folders of one run.
 
 HOLD = (
-    "import sys; from pathlib import Path; from assay.runs import RunLock;"
+    "import sys; from pathlib import Path; from assay.run_lock import RunLock;"
     " RunLock().folder(Path(sys.argv[1])); print(1, flush=True); input()"
 )
 

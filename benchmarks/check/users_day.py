@@ -36,6 +36,7 @@ from assay.demo.models import build_qwen05, build_smollm2
 from assay.environment import describe
 
 RESULTS = Path(__file__).parent / "results"
+LABORATORY = Path(__file__).parents[2] / "lab" / "benchmarks" / "kv" / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 BEFORE = {
     "check --quick": "given up after 519 s, before a single probe",
@@ -379,7 +380,7 @@ def families_table() -> str:
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
-    return list(json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"])
+    return list(json.loads((LABORATORY / name).read_text(encoding="utf-8"))["rows"])
 
 
 def main() -> None:

@@ -36,13 +36,17 @@ class CheckArgs(TypedDict, total=False):
     no_thinking: bool
     """Ask the chat template not to reason."""
     run_code: bool
-    """Run the code that the model wrote, in a sandboxed subprocess."""
+    """Run the code that the model wrote, in a sandbox."""
+    run_code_unsafe: bool
+    """--run-code=unsafe: run it also where the sandbox is incomplete."""
     no_throughput: bool
     """Do not measure speed."""
     suite: str
     """What to ask: texts of all kinds, or exact tool calls and JSON."""
     margin_answers: float | str
     """With a reference: share of right answers that may be lost and still be no worse."""
+    need: str | Sequence[str]
+    """What the server must be able to do: tools, streaming, reasoning, json; with commas."""
     all: bool
     """Measure everything, even after the verdict is certain."""
     model: str | None
@@ -59,6 +63,8 @@ class CheckArgs(TypedDict, total=False):
     """Ask only whether it is the model of this reference (from --identity-out)."""
     identity_out: str | PathLike[str] | None
     """Write a reference of this server for --identity, and ask nothing else."""
+    ready: bool
+    """Ask only for one short text, within 10 s: for a readiness probe."""
     determinism: bool
     """Ask only whether the same request gives the same answer, alone and in batches."""
 

@@ -73,8 +73,11 @@ def test_then_this_process_the_environment_and_the_cache(
     assert "ASSAY_VLLM_PYTHON" in caught.value.remedy
     unfinished = tmp_path / "vllm-9" / "bin"
     unfinished.mkdir(parents=True)
-    (tmp_path / "vllm-1").mkdir()
+    (tmp_path / "vllm-1" / "bin").mkdir(parents=True)
     (tmp_path / "vllm-1" / ".ready").touch()
+    with pytest.raises(AssayError, match="needs vLLM"):  # its Python was removed
+        placement.find_python()
+    (tmp_path / "vllm-1" / "bin" / "python").touch()
     assert placement.find_python() == tmp_path / "vllm-1" / "bin" / "python"
     monkeypatch.setenv("ASSAY_VLLM_PYTHON", "/no/such/python")
     with pytest.raises(AssayError, match="/no/such/python"):

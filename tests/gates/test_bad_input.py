@@ -51,7 +51,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         ("[subject]\nserver = 'http://a'\n[compare]\n", "[compare] needs a reference"),
         (
             "[subject]\nengine = 'hf:x'\n[reference]\npack = 'none.pack'\n[compare]\n",
-            "annot read the pack none.pack: No such file or directory",
+            "none.pack: No such file or directory",
         ),
         (
             "[subject]\nserver = 'http://a'\n[reference]\nengine = 'hf:x'\nkey = 'k'\n[check]\n",

@@ -219,5 +219,5 @@ def reports(draw: st.DrawFn) -> Report:
         draw(st.lists(st.builds(Metric, odd_text, odd_text, st.booleans(), odd_text), max_size=3)),
         draw(st.lists(st.one_of(charts, tables, quotes), max_size=4)),
         draw(st.booleans()),
-        draw(odd_text),
+        summary=draw(odd_text),
     )

@@ -50,10 +50,12 @@ def check_kv(checkpoint: Checkpoint, cache: KvCache) -> Iterator[Finding]:
     if cache.declared is None or cache.dynamic:
         return
     attending = {
-        i for module in checkpoint.modules
+        i
+        for module in checkpoint.modules
         if module.endswith(("self_attn.k_proj", "self_attn.kv_b_proj", "self_attn.qkv_proj"))
-        and module.startswith(checkpoint.prefix) and (i := layer_index(module + ".")) is not None
-    }  # fmt: skip
+        and module.startswith(checkpoint.prefix)
+        and (i := layer_index(module + ".")) is not None
+    }
     lacking = sorted(attending - cache.layers)
     if attending and not cache.layers:
         title = (

@@ -93,9 +93,17 @@ def examine_checkpoint(checkpoint: Checkpoint, declared: Declared | None) -> Mtp
     if not present:
         status: Status = "absent" if announced else "none"
         return MtpReport(
-            status, family.name, announced, 0, False if announced else None, None, key, by_default,
-            stray_file=_stray(checkpoint, prefixes), checked_since=family.checked_since,
-        )  # fmt: skip
+            status,
+            family.name,
+            announced,
+            0,
+            False if announced else None,
+            None,
+            key,
+            by_default,
+            stray_file=_stray(checkpoint, prefixes),
+            checked_since=family.checked_since,
+        )
     owed = _owed(checkpoint, family, announced or 1)
     missing = (
         [n for n in owed if not is_stored(checkpoint, n)]

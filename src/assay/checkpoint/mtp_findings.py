@@ -89,9 +89,16 @@ def check_mtp(
         ]
         severity = Severity.WARNING if report.by_default else Severity.ERROR
         yield found(
-            "mtp_missing", title, severity=severity, detail=said, causes=causes, remedies=remedies,
-            references=references, family=report.family, announced=report.announced,
-        )  # fmt: skip
+            "mtp_missing",
+            title,
+            severity=severity,
+            detail=said,
+            causes=causes,
+            remedies=remedies,
+            references=references,
+            family=report.family,
+            announced=report.announced,
+        )
     if report.status == "partial":
         yield from _partial(report, said)
     if report.conflicts:

@@ -292,17 +292,24 @@ def _routers(checkpoint: Checkpoint) -> Iterator[Finding]:
         remedies = ["leave routers (gate, shared_expert_gate) out when quantising"]
         references = ["https://github.com/vllm-project/llm-compressor/issues/69"]
         yield warned(
-            "quantization_conflict", title, detail=detail, remedies=remedies, references=references,
-            modules=names[:SHOWN], count=len(names),
-        )  # fmt: skip
+            "quantization_conflict",
+            title,
+            detail=detail,
+            remedies=remedies,
+            references=references,
+            modules=names[:SHOWN],
+            count=len(names),
+        )
 
 
 def _unmapped_names(checkpoint: Checkpoint) -> Iterator[Finding]:
     names = [
         f"{module}.{stem}_packed"
-        for module, params in checkpoint.modules.items() if module.endswith("experts")
-        for stem in _FUSED_EXPERTS if f"{stem}_packed" in params
-    ]  # fmt: skip
+        for module, params in checkpoint.modules.items()
+        if module.endswith("experts")
+        for stem in _FUSED_EXPERTS
+        if f"{stem}_packed" in params
+    ]
     if names:
         title = (
             f"{plural(len(names), 'fused expert tensor')} packed under names that no engine maps:"

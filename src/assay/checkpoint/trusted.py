@@ -139,10 +139,13 @@ def _agrees(expected: Expected, digest: Digest) -> bool:
 
 def _mismatch(path: str, size: int, digest: Digest, expected: Expected) -> Finding:
     evidence: dict[str, Any] = {
-        "path": path, "expected": expected.sha256 or expected.git_sha1, "source": expected.source,
+        "path": path,
+        "expected": expected.sha256 or expected.git_sha1,
+        "source": expected.source,
         "actual": digest.sha256 if expected.sha256 else digest.git_sha1,
-        "size": size, "expected_size": expected.size,
-    }  # fmt: skip
+        "size": size,
+        "expected_size": expected.size,
+    }
     if expected.size is not None and expected.size != size:
         title = f"{path} is {size} bytes long, {expected.source} says {expected.size}"
         causes = [

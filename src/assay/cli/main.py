@@ -27,7 +27,7 @@ from assay.cli.verb import (
     run,
     sentence_of,
     usage_report,
-)  # fmt: skip
+)
 from assay.errors import AssayError
 from assay.plugins import get, names
 from assay.signals import exit_code, finish, listen

@@ -231,9 +231,12 @@ def _bits_chart(record: CheckRecord, reference: Reference | None) -> Chart:
     if reference is not None and reference.record.passages:
         all_series.append(series("reference", reference.record))
     return Chart(
-        "Bits per byte of fixed texts by their depth in the context", "scatter", all_series,
-        x_label="tokens before the text", y_label="bits per byte",
-    )  # fmt: skip
+        "Bits per byte of fixed texts by their depth in the context",
+        "scatter",
+        all_series,
+        x_label="tokens before the text",
+        y_label="bits per byte",
+    )
 
 
 def _quotes(record: CheckRecord) -> list[Quote]:

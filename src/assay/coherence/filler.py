@@ -46,9 +46,16 @@ _THINGS = (
     "bench",
 )
 _DEEDS = (
-    "repaired", "painted", "measured", "cleaned", "photographed", "moved", "replaced", "inspected",
+    "repaired",
+    "painted",
+    "measured",
+    "cleaned",
+    "photographed",
+    "moved",
+    "replaced",
+    "inspected",
     "described",
-)  # fmt: skip
+)
 _WHEN = (
     "on Monday",
     "before noon",

@@ -159,9 +159,11 @@ def _tokenizer(a: Fingerprint, b: Fingerprint) -> str:
     if a.strange and b.strange and len(a.strange) == len(b.strange):
         return "same ids" if a.strange == b.strange else "other ids of the same texts"
     counts = [
-        (x.prompt_tokens, y.prompt_tokens) for pairs in item_pairs(a, b) for x, y in pairs
+        (x.prompt_tokens, y.prompt_tokens)
+        for pairs in item_pairs(a, b)
+        for x, y in pairs
         if x.prompt_tokens is not None and y.prompt_tokens is not None
-    ]  # fmt: skip
+    ]
     if not counts:
         return "not known"
     # A start token that one engine adds and another does not is no other tokenizer.

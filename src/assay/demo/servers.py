@@ -46,16 +46,30 @@ def vllm_server(
     """
     served = name or model.name
     command = [
-        str(python or vllm_python()), "-m", "vllm.entrypoints.openai.api_server",
-        "--model", str(model), "--served-model-name", served, "--max-model-len", str(max_model_len),
-        "--enforce-eager", "--host", "127.0.0.1", *extra_args,
-    ]  # fmt: skip
+        str(python or vllm_python()),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--served-model-name",
+        served,
+        "--max-model-len",
+        str(max_model_len),
+        "--enforce-eager",
+        "--host",
+        "127.0.0.1",
+        *extra_args,
+    ]
     settings = {
-        "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
         # one rank kernel, ten seconds
-        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TORCHDYNAMO_DISABLE": "1",
         **(env or {}),
-    }  # fmt: skip
+    }
     with _serve(command, settings, name=f"vllm-{served}", model=served) as server:
         yield server
 
@@ -88,9 +102,21 @@ def llama_server(
     """
     name = alias or gguf.stem
     command = [
-        str(binary), "-m", str(gguf), "--host", "127.0.0.1", "--jinja", "--metrics",
-        "-c", str(max_model_len * streams), "-np", str(streams), "--alias", name, *extra_args,
-    ]  # fmt: skip
+        str(binary),
+        "-m",
+        str(gguf),
+        "--host",
+        "127.0.0.1",
+        "--jinja",
+        "--metrics",
+        "-c",
+        str(max_model_len * streams),
+        "-np",
+        str(streams),
+        "--alias",
+        name,
+        *extra_args,
+    ]
     with _serve(command, {}, name=f"llama-{gguf.stem}", model=name, port=port) as server:
         yield server
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.engines.gguf.context import encode
 from assay.engines.gguf.library import load_library, load_model
 from assay.engines.gguf.spec import GgufSpec
+from assay.engines.gguf.tokenizer import encode
 from assay.errors import AssayError
 from assay.extras import install
 

@@ -189,9 +189,10 @@ class Capture:
 
     def _refuse(self, what: str) -> NoReturn:
         raise AssayError(
-            f"the capture {self.folder.name} {what}", finding_id="fidelity.pack_altered",
+            f"the capture {self.folder.name} {what}",
+            finding_id="fidelity.pack_altered",
             remedy="fetch it again, or give a pack: assay reference pack DIR --out FILE",
-        )  # fmt: skip
+        )
 
 
 def content_digest(tensor: torch.Tensor) -> str:

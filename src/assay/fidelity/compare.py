@@ -28,7 +28,8 @@ from assay.fidelity.score import Candidate, require
 from assay.fidelity.summary import per_window
 from assay.fidelity.table.rows import RowFile
 from assay.progress import NO_PROGRESS, Progress
-from assay.runs import RunLock, cache_dir
+from assay.run_lock import RunLock
+from assay.runs import cache_dir
 from assay.verdict import Finding, Report, Severity
 
 IN_MEMORY = 256 << 20

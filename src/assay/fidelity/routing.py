@@ -398,10 +398,12 @@ def measure_routing(
     for free, trusted, (forced, after) in zip(seen, reference.rows(windows), rows, strict=True):
         before = routing.rows(forced.window)
         top_k = before["index"].shape[-1]
-        moved = np.stack([
-            _moved(_cut(before, layer, first), _cut(after, layer, first), count)
-            for layer, count in enumerate(counts.values())
-        ])  # fmt: skip
+        moved = np.stack(
+            [
+                _moved(_cut(before, layer, first), _cut(after, layer, first), count)
+                for layer, count in enumerate(counts.values())
+            ]
+        )
         changed = _changed(before["index"][:, first:], after["index"][:, first:])
         kl = window_statistics(trusted, forced).kl.numpy()
         some = free.finite & np.isfinite(kl)

@@ -107,9 +107,11 @@ class Measured:
 
 
 _MAY_BE = {
-    "ACCEPT": (Verdict.PASS,), "MARGINAL": (Verdict.PASS, Verdict.FAIL), "REJECT": (Verdict.FAIL,),
+    "ACCEPT": (Verdict.PASS,),
+    "MARGINAL": (Verdict.PASS, Verdict.FAIL),
+    "REJECT": (Verdict.FAIL,),
     "INCONCLUSIVE": (Verdict.INCONCLUSIVE, Verdict.FAIL),
-}  # fmt: skip
+}
 """The verdicts with which a grade is told: an interrupted run, or one with tokens that are not
 finite, is no ACCEPT.
 """
@@ -268,9 +270,15 @@ def _measured(data: Mapping[str, Any], candidate: str | None, name: str) -> Iter
         results = {**results, **named[candidate]}
         verdict = _VERDICT.get(results["grade"], verdict)
     yield Measured(
-        command, verdict, _label(subject, results), results, subject, data["findings"],
-        _repeat(command, subject, results), environment,
-    )  # fmt: skip
+        command,
+        verdict,
+        _label(subject, results),
+        results,
+        subject,
+        data["findings"],
+        _repeat(command, subject, results),
+        environment,
+    )
 
 
 _VERDICT = {"ACCEPT": Verdict.PASS, "REJECT": Verdict.FAIL, "INCONCLUSIVE": Verdict.INCONCLUSIVE}
@@ -564,10 +572,16 @@ def badge(grade: str, margin: str) -> str:
     for text, x, width in ((texts[0], 0.0, left), (texts[1], left, right)):
         parts.append(
             tag(
-                "text", label(text), x=x + width / 2, y=14, fill="#ffffff", text_anchor="middle",
-                textLength=width - 2 * _PAD, lengthAdjust="spacingAndGlyphs",
+                "text",
+                label(text),
+                x=x + width / 2,
+                y=14,
+                fill="#ffffff",
+                text_anchor="middle",
+                textLength=width - 2 * _PAD,
+                lengthAdjust="spacingAndGlyphs",
             )
-        )  # fmt: skip
+        )
     return (
         tag(
             "svg",

@@ -36,9 +36,14 @@ from assay.speculation.spec import examine
 from assay.verdict import SCHEMA, Block, Finding, Quote, Report, Severity, Table, Verdict, worst
 
 AREA = {
-    "verify": "checkpoint", "spec": "speculation", "check": "throughput", "tools": "coherence",
-    "identity": "coherence", "determinism": "coherence", "compare": "fidelity",
-}  # fmt: skip
+    "verify": "checkpoint",
+    "spec": "speculation",
+    "check": "throughput",
+    "tools": "coherence",
+    "identity": "coherence",
+    "determinism": "coherence",
+    "compare": "fidelity",
+}
 """Area of a section's own findings."""
 
 
@@ -251,10 +256,12 @@ class Servers:
             with (
                 suppress(AssayError),
                 ServerEngine.connect(
-                    str(self.url), self.subject.model, api_key_env=self.subject.api_key_env,
+                    str(self.url),
+                    self.subject.model,
+                    api_key_env=self.subject.api_key_env,
                     timeout=min(30.0, self.subject.timeout),
                 ) as engine,
-            ):  # fmt: skip
+            ):
                 who = {
                     "kind": engine.identity.kind,
                     "version": engine.identity.version,
@@ -469,9 +476,13 @@ def direction(old: Figure, new: Figure) -> str:
 
 
 def gate_report(
-    contract: Contract, parts: Sequence[Part], servers: Servers, before: Baseline | None = None, *,
+    contract: Contract,
+    parts: Sequence[Part],
+    servers: Servers,
+    before: Baseline | None = None,
+    *,
     interrupted: bool = False,
-) -> Report:  # fmt: skip
+) -> Report:
     """The parts as one report, with what changed since the last good run."""
     changed = list(changes(contract, parts, before)) if before else []
     who = servers.findings()
@@ -588,9 +599,11 @@ def _sentence(parts: Sequence[Part], missing: Sequence[str], who: Sequence[Findi
     """What holds, what does not, and what the contract does not ask for."""
     words = []
     for verdict, says in (
-        (Verdict.FAIL, "does not hold"), (Verdict.ERROR, "could not be examined"),
-        (Verdict.INCONCLUSIVE, "is undecided"), (Verdict.PASS, "holds"),
-    ):  # fmt: skip
+        (Verdict.FAIL, "does not hold"),
+        (Verdict.ERROR, "could not be examined"),
+        (Verdict.INCONCLUSIVE, "is undecided"),
+        (Verdict.PASS, "holds"),
+    ):
         if names := [part.name for part in parts if part.verdict is verdict]:
             many = says.replace("does", "do").replace("is ", "are ").replace("holds", "hold")
             words.append(f"{_listed(names)} {says if len(names) == 1 else many}")

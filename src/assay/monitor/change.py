@@ -170,9 +170,12 @@ class Numbers:
     def state(self) -> dict[str, Any]:
         """What has to be kept, as plain JSON types."""
         return {
-            "first": self.first, "base": self.base, "noise": self.noise, "apart": self.apart,
+            "first": self.first,
+            "base": self.base,
+            "noise": self.noise,
+            "apart": self.apart,
             "sums": {kind: detector.sums for kind, detector in self.detectors.items()},
-        }  # fmt: skip
+        }
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Go on from what `state` gave."""

@@ -43,9 +43,14 @@ def run_watch(
     parse_url(url)
     read_key(options.api_key_env)
     canary = canary or Canary(
-        url, model=options.model, api_key_env=options.api_key_env, timeout=options.timeout,
-        interval_s=options.interval, load=options.load, clock=clock,
-    )  # fmt: skip
+        url,
+        model=options.model,
+        api_key_env=options.api_key_env,
+        timeout=options.timeout,
+        interval_s=options.interval,
+        load=options.load,
+        clock=clock,
+    )
     watch = Watch(url, options, canary, say=say, clock=clock, wall=wall)
     with contextlib.ExitStack() as held:
         held.callback(canary.close)

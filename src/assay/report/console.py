@@ -49,8 +49,13 @@ from assay.verdict import Block, Chart, Finding, Metric, Quote, Report, Severity
 # What the parts of the console output share: colours, and quiet lines.
 
 TONES: dict[Tone, str] = {
-    "good": "green", "bad": "red", "warn": "yellow", "error": "magenta", "info": "cyan", "": "",
-}  # fmt: skip
+    "good": "green",
+    "bad": "red",
+    "warn": "yellow",
+    "error": "magenta",
+    "info": "cyan",
+    "": "",
+}
 
 
 def dim(text: str) -> Text:

@@ -352,9 +352,13 @@ def draw(chart: Chart, identifier: str) -> str:
     title = tag("title", label(chart.title), id=f"{identifier}-t")
     described = tag("desc", label(_description(chart, points), 500), id=f"{identifier}-d")
     return tag(
-        "svg", title + described + legend + body, viewBox=f"0 0 {WIDTH} {height:.0f}", role="img",
-        aria_labelledby=f"{identifier}-t {identifier}-d", xmlns="http://www.w3.org/2000/svg",
-    )  # fmt: skip
+        "svg",
+        title + described + legend + body,
+        viewBox=f"0 0 {WIDTH} {height:.0f}",
+        role="img",
+        aria_labelledby=f"{identifier}-t {identifier}-d",
+        xmlns="http://www.w3.org/2000/svg",
+    )
 
 
 def thinned(chart: Chart) -> int:

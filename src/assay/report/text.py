@@ -20,10 +20,39 @@ from assay.verdict import Quote, Report, Severity, Verdict, jsonable
 # character (bidi overrides, tags, zero-width spaces, byte-order marks) can only mislead a reader.
 _JOINERS = frozenset("\u200c\u200d")
 _CONTROLS = (
-    "NUL", "SOH", "STX", "ETX", "EOT", "ENQ", "ACK", "BEL", "BS", "HT", "LF", "VT",
-    "FF", "CR", "SO", "SI", "DLE", "DC1", "DC2", "DC3", "DC4", "NAK", "SYN", "ETB",
-    "CAN", "EM", "SUB", "ESC", "FS", "GS", "RS", "US",
-)  # fmt: skip
+    "NUL",
+    "SOH",
+    "STX",
+    "ETX",
+    "EOT",
+    "ENQ",
+    "ACK",
+    "BEL",
+    "BS",
+    "HT",
+    "LF",
+    "VT",
+    "FF",
+    "CR",
+    "SO",
+    "SI",
+    "DLE",
+    "DC1",
+    "DC2",
+    "DC3",
+    "DC4",
+    "NAK",
+    "SYN",
+    "ETB",
+    "CAN",
+    "EM",
+    "SUB",
+    "ESC",
+    "FS",
+    "GS",
+    "RS",
+    "US",
+)
 _UNSEEN = re.compile(r"[^\n\t\x20-\x7e\xa0-\xac\xae-\u02ff]")
 _COMMAND = re.compile(
     r"(?:[A-Z_]+=\S* )*(?:assay"

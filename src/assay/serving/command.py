@@ -364,9 +364,9 @@ _SAFE_VALUES = {
     "--n-gpu-layers": {"0"},
     "--max-num-seqs": {"1", "2"},
 }
-_SAFE_SWITCHES = frozenset({
-    "--enforce-eager", "--no-enable-prefix-caching", "--no-async-scheduling", "--no-context-shift",
-})  # fmt: skip
+_SAFE_SWITCHES = frozenset(
+    {"--enforce-eager", "--no-enable-prefix-caching", "--no-async-scheduling", "--no-context-shift"}
+)
 _VARIABLES_KEPT = re.compile(
     r"CUDA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|PATH|LD_LIBRARY_PATH|PYTHON\w*|HF_\w+|HOME|VLLM_LOGGING\w*|"
     r"VLLM_CPU_KVCACHE_SPACE|VLLM_NO_USAGE_STATS|DO_NOT_TRACK|OMP_WAIT_POLICY|VLLM_CACHE_ROOT|XDG_\w+|\w*(?:KEY|TOKEN)"

@@ -14,23 +14,7 @@ from assay.verdict import Finding, Report, Severity, Verdict
 def findings_of(found: Diagnosis, verdict: Verdict) -> Iterator[Finding]:
     """Each guilty set, what could not run, a failing baseline, what is undecided, notices."""
     command = found.command
-    for names in found.guilty:
-        accused = [found.setting(n) for n in names]
-        shown = " with ".join(f"{s.name} {s.value or ''}".strip() for s in accused)
-        says = "; ".join(found.given.bad.values()) if found.given else ""
-        slow = found.rules <= {"slower"} and bool(found.rules)
-        alone = next(
-            (s for s in found.starts if s.configuration == frozenset(names) and s.seen.bad), None
-        )
-        shows = "; ".join(alone.seen.bad.values()) if alone else ""
-        yield Finding(
-            "throughput.guilty_setting" if slow else "server.guilty_setting", Severity.ERROR,
-            f"{shown} breaks it: {says}"[:400],
-            detail=f"alone: {shows}"[:400] if shows and shows != says else "",
-            evidence={"settings": names, "proven": found.proven, "symptoms": sorted(found.rules)},
-            causes=[s.safe.reason for s in accused if s.safe is not UNKNOWN],
-            remedies=(f"use now: {_command_without(found)}",),
-        )  # fmt: skip
+    yield from _guilty_findings(found)
     if found.baseline is not None and found.baseline.state == "bad":
         yield from _checkpoint_findings(found)
     for name, said in found.cannot_run.items():
@@ -74,6 +58,35 @@ def findings_of(found: Diagnosis, verdict: Verdict) -> Iterator[Finding]:
             remedies=("read its log, or raise --start-timeout",),
         )
     yield from found.notices
+    yield from _unfinished_findings(found, verdict)
+    if notice := table_notice(command, None):
+        yield Finding("server.no_table", Severity.INFO, notice)
+
+
+def _guilty_findings(found: Diagnosis) -> Iterator[Finding]:
+    """One for each guilty set."""
+    for names in found.guilty:
+        accused = [found.setting(n) for n in names]
+        shown = " with ".join(f"{s.name} {s.value or ''}".strip() for s in accused)
+        says = "; ".join(found.given.bad.values()) if found.given else ""
+        slow = found.rules <= {"slower"} and bool(found.rules)
+        alone = next(
+            (s for s in found.starts if s.configuration == frozenset(names) and s.seen.bad), None
+        )
+        shows = "; ".join(alone.seen.bad.values()) if alone else ""
+        yield Finding(
+            "throughput.guilty_setting" if slow else "server.guilty_setting",
+            Severity.ERROR,
+            f"{shown} breaks it: {says}"[:400],
+            detail=f"alone: {shows}"[:400] if shows and shows != says else "",
+            evidence={"settings": names, "proven": found.proven, "symptoms": sorted(found.rules)},
+            causes=[s.safe.reason for s in accused if s.safe is not UNKNOWN],
+            remedies=(f"use now: {_command_without(found)}",),
+        )
+
+
+def _unfinished_findings(found: Diagnosis, verdict: Verdict) -> Iterator[Finding]:
+    """What the budget or unclear starts left open."""
     if verdict is Verdict.INCONCLUSIVE:
         yield _undecided(found)
     elif found.out_of_time:
@@ -96,8 +109,6 @@ def findings_of(found: Diagnosis, verdict: Verdict) -> Iterator[Finding]:
             title,
             remedies=("run it again with more --budget",),
         )
-    if notice := table_notice(command, None):
-        yield Finding("server.no_table", Severity.INFO, notice)
 
 
 def _undecided(found: Diagnosis) -> Finding:

@@ -157,11 +157,18 @@ class Starts:
         found, seen = self.found, list[Observation]()
         asked = [
             StartRequest(
-                found.command, replace(self.options, ray="", workers=0), configuration, index,
-                len(found.starts) + place, rules, self.rules, self.baseline, self.left(),
+                found.command,
+                replace(self.options, ray="", workers=0),
+                configuration,
+                index,
+                len(found.starts) + place,
+                rules,
+                self.rules,
+                self.baseline,
+                self.left(),
             )
             for place, index in enumerate(indices)
-        ]  # fmt: skip
+        ]
         for index, answered in zip(indices, self.cluster.starts(asked), strict=True):
             if answered.observation is None:
                 raise OutOfTime
@@ -233,9 +240,14 @@ class Starts:
         try:
             timeout = min(options.start_timeout, max(10.0, self.left()))
             with launched(
-                command, configuration, log, timeout=timeout, health=options.health,
-                api_key=read_key(self.key_env), lock=options.start_lock,
-            ) as running:  # fmt: skip
+                command,
+                configuration,
+                log,
+                timeout=timeout,
+                health=options.health,
+                api_key=read_key(self.key_env),
+                lock=options.start_lock,
+            ) as running:
                 self.now = (
                     f"{label}, start {index + 1}: asking, it started in {running.seconds:.0f} s"
                 )

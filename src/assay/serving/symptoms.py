@@ -203,9 +203,18 @@ class Measure:
 
 
 def measure(
-    url: str, how: Measure, start: int, rules: Collection[str], baseline: Observation | None, *,
-    kinds: Collection[str], first: bool = False, log: Path, api_key_env: str | None = None, model: str | None = None,
-) -> Observation:  # fmt: skip
+    url: str,
+    how: Measure,
+    start: int,
+    rules: Collection[str],
+    baseline: Observation | None,
+    *,
+    kinds: Collection[str],
+    first: bool = False,
+    log: Path,
+    api_key_env: str | None = None,
+    model: str | None = None,
+) -> Observation:
     """Ask a running server; an answer that cannot be had ends the questions, not the doctor.
 
     `kinds`: of the settings of this configuration, whose effect is looked for (`draft`, `adapter`,
@@ -259,9 +268,10 @@ def measure(
             if rest or baseline is None:
                 continue
             unclear = {
-                r.rule for r in judge(seen.record, baseline.record).rulings
+                r.rule
+                for r in judge(seen.record, baseline.record).rulings
                 if r.state == "unclear" and (not rules or r.rule in rules)
-            }  # fmt: skip
+            }
             if unclear and left_out and how.longer and limit == how.seconds:
                 rest, left_out, limit = left_out, [], how.seconds + how.longer
             elif unclear and unclear <= DECIDED_BY_TEXTS and not extended:
@@ -367,9 +377,11 @@ def _stages(
 def _without_reasons(record: CheckRecord) -> CheckRecord:
     """A stage that was cut off by the time for a start is thin evidence, not an open verdict."""
     return replace(
-        record, passages_failed=None, timed_failed=None,
+        record,
+        passages_failed=None,
+        timed_failed=None,
         probes=tuple(replace(p, failed=None) if p.samples else p for p in record.probes),
-    )  # fmt: skip
+    )
 
 
 _COUNTED = (

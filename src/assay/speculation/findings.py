@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from assay.speculation.collapse import MIN_DRAFTS, zero_windows
+from assay.speculation.collapse import MIN_DRAFTS, Collapse, zero_windows
 from assay.speculation.diagnosis import VLLM, basis_figures, judge_head, quoted
 from assay.speculation.health import BROKEN_RATE, WORTH, Assessment, Health
 from assay.speculation.judged import Judged
@@ -176,33 +176,7 @@ def _hidden(judged: Judged) -> Iterator[Finding]:
             references=("https://github.com/NVIDIA/TensorRT-LLM/pull/5146",),
         )
     if a.collapse is not None:
-        c = a.collapse
-        dummies = (
-            "a sequence grew past the draft's own context limit (drafts become dummies for the"
-            " whole batch)"
-        )
-        corrupt = "the target's state is corrupt: acceptance falls before the text turns into salad"
-        longer = "longer contexts than the draft head was trained for"
-        yield Finding(
-            "speculation.collapsing",
-            Severity.ERROR if a.health.bad else Severity.WARNING,
-            f"acceptance fell from {c.before.percent()} to {c.after.percent()} at window {c.at + 1}"
-            f" of {c.windows}",
-            detail="every window after it is exactly zero: a switch, not a drift" if c.zero else "",
-            evidence={
-                "window": c.at + 1,
-                "time": c.time,
-                "engine": c.replica,
-                "before": c.before,
-                "after": c.after,
-            },
-            causes=(*((dummies, corrupt) if c.zero else (corrupt, longer)), "the traffic changed"),
-            remedies=(
-                "ask at once whether the text is still sane: `assay check URL`",
-                "compare max_model_len of draft and target",
-            ),
-            references=(f"{VLLM}issues/58080", "https://github.com/LMCache/LMCache/issues/4247"),
-        )
+        yield _collapsing(a, a.collapse)
     zeros = zero_windows(judged.evidence.windows, a.collapse)
     if zeros:
         yield Finding(
@@ -220,6 +194,36 @@ def _hidden(judged: Judged) -> Iterator[Finding]:
             remedies=("compare max_model_len of draft and target",),
             references=(f"{VLLM}issues/58080",),
         )
+
+
+def _collapsing(a: Assessment, c: Collapse) -> Finding:
+    """Acceptance that fell in the middle of a run."""
+    dummies = (
+        "a sequence grew past the draft's own context limit (drafts become dummies for the"
+        " whole batch)"
+    )
+    corrupt = "the target's state is corrupt: acceptance falls before the text turns into salad"
+    longer = "longer contexts than the draft head was trained for"
+    return Finding(
+        "speculation.collapsing",
+        Severity.ERROR if a.health.bad else Severity.WARNING,
+        f"acceptance fell from {c.before.percent()} to {c.after.percent()} at window {c.at + 1}"
+        f" of {c.windows}",
+        detail="every window after it is exactly zero: a switch, not a drift" if c.zero else "",
+        evidence={
+            "window": c.at + 1,
+            "time": c.time,
+            "engine": c.replica,
+            "before": c.before,
+            "after": c.after,
+        },
+        causes=(*((dummies, corrupt) if c.zero else (corrupt, longer)), "the traffic changed"),
+        remedies=(
+            "ask at once whether the text is still sane: `assay check URL`",
+            "compare max_model_len of draft and target",
+        ),
+        references=(f"{VLLM}issues/58080", "https://github.com/LMCache/LMCache/issues/4247"),
+    )
 
 
 def dead_positions(a: Assessment) -> list[int]:

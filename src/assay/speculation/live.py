@@ -185,9 +185,17 @@ def between(before: str, after: str, seconds: float, sent: Sent | None = None) -
     if sent is not None and short.record.counts.generated is not None:
         other = max(0, short.record.counts.generated - sent.tokens)
     live = Live(
-        second, lifetime if thin and not reset else short, short, lifetime, seconds,
-        "since start" if thin and not reset else "window", reset, sent, other, (),
-    )  # fmt: skip
+        second,
+        lifetime if thin and not reset else short,
+        short,
+        lifetime,
+        seconds,
+        "since start" if thin and not reset else "window",
+        reset,
+        sent,
+        other,
+        (),
+    )
     return replace(live, findings=_findings(live, thin))
 
 

@@ -50,9 +50,14 @@ def examine(sources: Sequence[str], options: SpecOptions | None = None) -> Repor
         from assay.speculation.lossless import check_lossless
 
         found = check_lossless(
-            found, plan.url, chosen.lossless, chosen.prompts, chosen.samples,
-            chosen.api_key_env, chosen.timeout,
-        )  # fmt: skip
+            found,
+            plan.url,
+            chosen.lossless,
+            chosen.prompts,
+            chosen.samples,
+            chosen.api_key_env,
+            chosen.timeout,
+        )
     return found
 
 

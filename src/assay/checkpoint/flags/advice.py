@@ -28,9 +28,12 @@ def advise(
     notes: list[str] = []
     if declared is not None:
         outcome = resolve(
-            declared.method, None, algorithm=declared.algorithm,
-            model_type=checkpoint.config.get("model_type"), version=version,
-        )  # fmt: skip
+            declared.method,
+            None,
+            algorithm=declared.algorithm,
+            model_type=checkpoint.config.get("model_type"),
+            version=version,
+        )
         if outcome.status == "accepted":
             notes.append(
                 f"leave --quantization out: the engine reads {declared.method} and uses"

@@ -14,10 +14,16 @@ from assay.checkpoint.flags.table import known_options
 from assay.errors import UsageError
 
 _ALIASES = {
-    "-q": "--quantization", "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size", "-sc": "--speculative-config", "-ep": "--enable-expert-parallel",
-    "-ac": "--attention-config", "-cc": "--compilation-config", "-O": "--optimization-level",
-}  # fmt: skip
+    "-q": "--quantization",
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-sc": "--speculative-config",
+    "-ep": "--enable-expert-parallel",
+    "-ac": "--attention-config",
+    "-cc": "--compilation-config",
+    "-O": "--optimization-level",
+}
 
 _SERVER = "vllm.entrypoints.openai.api_server"
 

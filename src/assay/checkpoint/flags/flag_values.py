@@ -14,8 +14,11 @@ from assay.verdict import Finding
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 _FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
-    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40
-}  # fmt: skip
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+}
 _ELSEWHERE = frozenset({"--kv-cache-dtype", "--quantization", "--attention-backend"})
 """Options that other rules examine together with the checkpoint."""
 _PLUGINS = {
@@ -66,8 +69,11 @@ def _number_problem(name: str, option: FlagOption, text: str) -> str | None:
         return f"not {kinds.get(option.type, 'a whole number, or one with k, K, m or M')}"
     for bound, limit in option.bounds:
         holds = {
-            "ge": value >= limit, "gt": value > limit, "le": value <= limit, "lt": value < limit
-        }[bound]  # fmt: skip
+            "ge": value >= limit,
+            "gt": value > limit,
+            "le": value <= limit,
+            "lt": value < limit,
+        }[bound]
         if not holds:
             return f"not {BOUNDS[bound]} {limit:g}"
     if name == "--block-size" and value % BLOCK:

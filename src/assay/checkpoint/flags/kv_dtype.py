@@ -198,8 +198,11 @@ def _backend(
             yield found("flag_rejected", title, flag="--attention-backend", references=[_BACKENDS])
         return
     if known.attention != attention:
-        need = {"ordinary": "ordinary attention", "latent": "latent attention (MLA)",
-                "sparse": "sparse latent attention"}  # fmt: skip
+        need = {
+            "ordinary": "ordinary attention",
+            "latent": "latent attention (MLA)",
+            "sparse": "sparse latent attention",
+        }
         title = (
             f"the backend {backend} is for {need[known.attention]}, this model uses"
             f" {need[attention]}"

@@ -86,10 +86,13 @@ def _quantization(target: Target) -> Iterator[Finding]:
     args, declared = target.args, target.declared
     flag, method = args.get("--quantization"), declared.method if declared else None
     outcome = resolve(
-        method, flag, algorithm=declared.algorithm if declared else None,
-        model_type=target.checkpoint.config.get("model_type"), version=target.version,
+        method,
+        flag,
+        algorithm=declared.algorithm if declared else None,
+        model_type=target.checkpoint.config.get("model_type"),
+        version=target.version,
         allow_deprecated="--allow-deprecated-quantization" in args.options,
-    )  # fmt: skip
+    )
     if method is None and outcome.status == "accepted" and outcome.method in METHODS - ONLINE:
         reason = (
             f"{outcome.method} reads quantised tensors and their settings, and no file declares any"

@@ -70,9 +70,13 @@ def check_required(gguf: Gguf) -> Iterator[Finding]:
         title += f" {gguf.file}: {some(missing)}"
         causes = ["the converter dropped them", "the file was made for another architecture"]
         yield found(
-            "tensor_missing", title, causes=causes, tensors=missing[:SHOWN], kinds=kinds[:SHOWN],
+            "tensor_missing",
+            title,
+            causes=causes,
+            tensors=missing[:SHOWN],
+            kinds=kinds[:SHOWN],
             count=len(missing),
-        )  # fmt: skip
+        )
 
 
 def _missing_parts(gguf: Gguf, listed: frozenset[str]) -> list[str]:
@@ -101,6 +105,9 @@ def _unlisted(gguf: Gguf) -> Finding:
     title = f"the tensors of {gguf.architecture or gguf.file} were examined by patterns alone"
     remedies = [] if installed else ["install it: pip install gguf"]
     return unexamined(
-        f"{title}: {reason}", severity=Severity.WARNING, remedies=remedies, decisive=installed,
+        f"{title}: {reason}",
+        severity=Severity.WARNING,
+        remedies=remedies,
+        decisive=installed,
         path=gguf.file,
-    )  # fmt: skip
+    )

@@ -15,11 +15,16 @@ from assay.checkpoint.storage import PLAIN, Kind, stored_kind
 from assay.checkpoint.tensors import Params
 
 _FORMATS: Mapping[str, frozenset[Kind]] = {
-    "pack-quantized": frozenset({Kind.PACKED}), "marlin-24": frozenset({Kind.PACKED, Kind.OTHER}),
-    "float-quantized": FP8_KINDS, "naive-quantized": frozenset({Kind.FP8, Kind.INT8}),
-    "int-quantized": frozenset({Kind.INT8}), "nvfp4-pack-quantized": frozenset({Kind.NVFP4_PACKED}),
-    "mxfp4-pack-quantized": frozenset({Kind.MXFP4}), "mxfp8-quantized": MXFP8_KINDS, "dense": PLAIN,
-}  # fmt: skip
+    "pack-quantized": frozenset({Kind.PACKED}),
+    "marlin-24": frozenset({Kind.PACKED, Kind.OTHER}),
+    "float-quantized": FP8_KINDS,
+    "naive-quantized": frozenset({Kind.FP8, Kind.INT8}),
+    "int-quantized": frozenset({Kind.INT8}),
+    "nvfp4-pack-quantized": frozenset({Kind.NVFP4_PACKED}),
+    "mxfp4-pack-quantized": frozenset({Kind.MXFP4}),
+    "mxfp8-quantized": MXFP8_KINDS,
+    "dense": PLAIN,
+}
 
 
 @dataclass(frozen=True)

@@ -86,15 +86,7 @@ def token_measures(
         "pair_bits": pair * no_break * weight,
         "script_jump": _script_jumps(classes, starts, ends) * weight,
         "case_jump": _inner_jumps(classes, starts, ends, language.LOWER, language.UPPER) * weight,
-        "digit_jump": (
-            (
-                glued
-                & ((first_class == language.DIGIT) != (before == language.DIGIT))
-                & _alnum(first_class)
-                & _alnum(before)
-            )
-            * weight
-        ),
+        "digit_jump": (glued & _digit_jumps(first_class, before)) * weight,
         "known_gram": (known_gram[ends] - known_gram[owned]) * weight,
         "grams": (all_grams[ends] - all_grams[owned]) * weight,
         "odd_shape": (odd_shape[ends] - odd_shape[owned]) * weight,
@@ -106,6 +98,15 @@ def token_measures(
         "seen_before": _seen_before(view.tokens.ids) * weight,
         "breaks": np.diff(breaks, prepend=0).clip(0, 3) * weight,
     }
+
+
+def _digit_jumps(first: NDArray[np.int64], before: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Where a digit meets a letter: the classes of a token's first character and of the one before
+    it.
+    """
+    meet = (first == language.DIGIT) != (before == language.DIGIT)
+    found: NDArray[np.bool_] = meet & _alnum(first) & _alnum(before)
+    return found
 
 
 def _neighbours(

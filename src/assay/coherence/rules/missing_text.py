@@ -61,9 +61,12 @@ def think_tag(record: CheckRecord, reference: CheckRecord | None) -> Rulings:
         return None
     says = f"{told} of {len(record.samples)} answers hold the reasoning up to </think>"
     finding = coherence_finding(
-        "think_tag", Severity.WARNING, f"{says}: users read it as the answer", {"answers": told},
+        "think_tag",
+        Severity.WARNING,
+        f"{says}: users read it as the answer",
+        {"answers": told},
         remedies=("start the server with the --reasoning-parser of this model",),
-    )  # fmt: skip
+    )
     return Ruling(Rule.THINK_TAG, "good", says, (finding,))
 
 
@@ -74,14 +77,16 @@ def truncated(record: CheckRecord) -> Rulings:
         return None
     says = f"{len(cut)} of {len(record.samples)} answers ended inside their reasoning"
     finding = coherence_finding(
-        "truncated_reasoning", Severity.WARNING, f"{says}: the answer itself was never seen",
+        "truncated_reasoning",
+        Severity.WARNING,
+        f"{says}: the answer itself was never seen",
         {"truncated": len(cut), "texts": len(record.samples)},
         causes=(
             "the model reasons longer than the probe allows",
             "the reasoning parser missed the end of the reasoning",
         ),
         remedies=("run again with --token-budget 4, or switch reasoning off with --no-thinking",),
-    )  # fmt: skip
+    )
     return Ruling(
         Rule.TRUNCATED_REASONING,
         "unclear" if len(cut) > len(record.samples) / 3 else "good",

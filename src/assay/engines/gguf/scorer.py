@@ -28,9 +28,10 @@ from assay.errors import AssayError, UsageError
 
 if TYPE_CHECKING:
     import torch
-from assay.engines.gguf.context import Context, NoContext, tokenizer_facts
+from assay.engines.gguf.context import Context, NoContext
 from assay.engines.gguf.library import describe_model, load_library, load_model
 from assay.engines.gguf.spec import GgufSpec, parse_gguf
+from assay.engines.gguf.tokenizer import tokenizer_facts
 
 _LOGIT_BYTES = 1 << 30
 """Bound on the logits of one batch: windows × scored tokens × vocabulary × 4. One window may exceed

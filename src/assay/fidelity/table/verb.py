@@ -38,9 +38,10 @@ def run_table(options: TableOptions) -> Report:
         lines = sorted(lines_of(base, options.against), key=in_order(options.sort))
         if options.against and not any(line.candidate == options.against for line in lines):
             raise UsageError(
-                f"no row is of the candidate {options.against!r}", finding_id="fidelity.usage",
+                f"no row is of the candidate {options.against!r}",
+                finding_id="fidelity.usage",
                 remedy=f"one of: {', '.join(sorted({line.candidate for line in lines})[:8])}",
-            )  # fmt: skip
+            )
         count = base.execute("SELECT count(*) FROM rows").fetchone()[0]
         if options.out:
             write_all(base, options.out)

@@ -191,9 +191,14 @@ class VllmV1Parser(Parser):
             )
 
     def _window(
-        self, mean: float | None, accepted: int, drafted: int, rates: tuple[float, ...] | None, line: Line,
+        self,
+        mean: float | None,
+        accepted: int,
+        drafted: int,
+        rates: tuple[float, ...] | None,
+        line: Line,
         seconds: float | None = None,
-    ) -> Observation:  # fmt: skip
+    ) -> Observation:
         drafts = None
         per_position = None
         exact = exact_counts(drafted, accepted, mean, rates) if drafted and mean and rates else None
