@@ -19,33 +19,33 @@ from pathlib import Path
 
 V1 = (
     "INFO 10-11 08:30:00 [metrics.py:96] SpecDecoding metrics: Mean acceptance length: 2.30,"
-    " Accepted throughput: 13.00 tokens/s, Drafted throughput: 20.00 tokens/s, Accepted: 130 tokens,"
+    " Accepted throughput: 13.00 tokens/s, Drafted throughput: 20.00 tokens/s, Accepted: 130 tokens,"  # noqa: E501
     " Drafted: 200 tokens, Per-position acceptance rate: 0.800, 0.500, Avg Draft acceptance rate:"
     " 65.0%"
 )
 SHAPES = {
     "blanks": " ", "newlines": "\n", "returns": "\r", "tabs": "\t", "letters": "ab", "digits": "1",
     "nul": "\0", "braces": "{", "brackets": "[", "alternating": "[{", "keys": '{"a":',
-    "empty lists": "[],", "escapes": '"\\u0061",', "quotes": '"', "pipes": "|", "bars": "| a | 1 |\n",
+    "empty lists": "[],", "escapes": '"\\u0061",', "quotes": '"', "pipes": "|", "bars": "| a | 1 |\n",  # noqa: E501
     "rulers": "|---|---|\n", "commas": ",", "csv": "draft acceptance rate,1\n", "dashes": "-",
-    "colons": ":", "equals": "=", "percent": "acceptance rate: 61%\n", "lengths": "accept len: 2.1\n",
+    "colons": ":", "equals": "=", "percent": "acceptance rate: 61%\n", "lengths": "accept len: 2.1\n",  # noqa: E501
     "pairs": "drafted=9 accepted=4 ", "pair lines": "mtp drafted=9 accepted=4\n",
-    "accept": "accept", "accepts": "accepted ", "seeds": "acc=", "ccs": "cc", "success": "success\n",
+    "accept": "accept", "accepts": "accepted ", "seeds": "acc=", "ccs": "cc", "success": "success\n",  # noqa: E501
     "ansi": "\x1b[31m", "escape": "\x1b]", "v1": f"{V1}\n", "v1 in one line": V1,
     "v1 begun": "SpecDecoding metrics: Mean acceptance length: ", "v1 escaped": V1 + "\\n",
     "engine": "Engine 000: Avg generation throughput: 1.0 tokens/s, Running: 1 reqs\n",
     "v0": "Speculative metrics: Draft acceptance rate: 0.5, Number of draft tokens: 9, emitted\n",
     "sglang": "Decode batch, #running-req: 1, accept len: 2.30, accept rate: 0.40\n",
     "sglang in one line": "Decode batch, #running-req: 1, accept len: 2.30, ",
-    "meta": "spec_verify_ct: 3 ", "llama": "draft acceptance = 0.5 (   5 accepted /   10 generated)\n",
+    "meta": "spec_verify_ct: 3 ", "llama": "draft acceptance = 0.5 (   5 accepted /   10 generated)\n",  # noqa: E501
     "statistics": "statistics draft: #calls(b,g,a) = 1 2 ", "eval": "eval time = 1 ms / 1 tokens ",
     "json lines": '{"draft_n": 9, "draft_n_accepted": 4}\n', "sse": 'data: {"draft_n": 9}\n\n',
     "summary": "Drafts: 9\nDraft tokens: 18\nAccepted tokens: 9\n", "position": "Position 0: 9.0\n",
     "prometheus": 'vllm:spec_decode_num_drafts_total{engine="0"} 5\n', "labels": 'a{x="',
     "series": 'vllm:request_success_total{a="1"} 5\n', "type": "# TYPE x counter\n",
-    "config": "speculative_config=SpeculativeConfig(", "vocab": "draft vocab ", "prompt": "prompt: '",
+    "config": "speculative_config=SpeculativeConfig(", "vocab": "draft vocab ", "prompt": "prompt: '",  # noqa: E501
     "params": "mtp not found in params_dict ", "depths": "d1=2/3 ", "of": "accepted 1 of 2 of ",
-    "distribution": "distribution {1: 2%", "html": "<br>accept &#37;", "docker": '{"log":"accepted ',
+    "distribution": "distribution {1: 2%", "html": "<br>accept &#37;", "docker": '{"log":"accepted ',  # noqa: E501
     "journal": '{"MESSAGE": [1, 2, ', "compose": "a | accepted\n", "cjk": "的", "emoji": "👨‍👩",
     "latin-1": "\udcff", "random": "",
 }  # fmt: skip
@@ -96,7 +96,7 @@ def main() -> None:
             cells = " ".join(f"{s:g} MB {t:.1f} s {p} MB exit {rc};" for s, t, p, rc in row)
             print(f"{'!!' if wrong else '  '} {name:20} {cells}", flush=True)
     print(
-        f"{bad} of {len(SHAPES)} shapes break a bound; {resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime:.0f} s"
+        f"{bad} of {len(SHAPES)} shapes break a bound; {resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime:.0f} s"  # noqa: E501
     )
 
 

@@ -195,7 +195,7 @@ COMMON = {
 MEANINGS: dict[str, dict[str, str]] = {
     "check": {
         "needs": "What the deployment must be able to do (`--need`), and whether it can.",
-        "streaming": "The stream beside the whole answer of the same request: what a client of the stream misses.",
+        "streaming": "The stream beside the whole answer of the same request: what a client of the stream misses.",  # noqa: E501
         "time": (
             "Seconds in all and of each stage, expected and taken, the budget, the looks, why it"
             " stopped, what was left out."
@@ -523,7 +523,9 @@ def fields_of(place: str) -> list[str]:
 
 
 def page() -> str:
-    """The page; SystemExit names the keys that have no meaning, and the meanings that have no key."""
+    """The page; SystemExit names the keys that have no meaning, and the meanings that
+    have no key.
+    """
     lines = [
         "# The keys of `results`",
         "",

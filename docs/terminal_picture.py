@@ -37,7 +37,7 @@ _FORMAT = """\
 </g>
 </g>
 </svg>
-"""
+"""  # noqa: E501
 
 
 def export_svg(report: Report, width: int = 100) -> str:
@@ -48,7 +48,9 @@ def export_svg(report: Report, width: int = 100) -> str:
 
 
 def export_comparison_svg(reports: Titled, title: str = "assay demo", width: int = 110) -> str:
-    """Several reports side by side, as `side_by_side` shows them in a terminal of `width` columns."""
+    """Several reports side by side, as `side_by_side` shows them in a terminal of `width`
+    columns.
+    """
     console = _recorder(width)
     _record(console, *comparison(reports, console))
     return _export(console, title)

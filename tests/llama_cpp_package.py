@@ -1,4 +1,6 @@
-"""Find llama-cpp-python, installed or built into the cache by benchmarks/build/build_llama_cpp_python.sh."""
+"""Find llama-cpp-python, installed or built into the cache by
+benchmarks/build/build_llama_cpp_python.sh.
+"""
 
 from __future__ import annotations
 

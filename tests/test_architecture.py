@@ -24,8 +24,8 @@ CORE = (
     "gates",
     "monitor",
 )
-# What a core package may do with torch, inside the function of a program of its own that does it: ask
-# transformers for a model on the meta device.
+# What a core package may do with torch, inside the function of a program of its own that does it:
+# ask transformers for a model on the meta device.
 WITH_TORCH = {"checkpoint/meta_program.py"}
 
 

@@ -1,4 +1,6 @@
-"""The house: one idea a file, functions that can be read at once, folders that say what they hold."""
+"""The house: one idea a file, functions that can be read at once, folders that say what
+they hold.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,9 @@ def search_path(site: Path) -> str:
 
 
 def assay(site: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """A command in a process of its own that has the package: exit code, the JSON, standard error."""
+    """A command in a process of its own that has the package: exit code, the JSON,
+    standard error.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "assay", *arguments, "--json"],
         capture_output=True,

@@ -51,7 +51,9 @@ def commands(title: str) -> list[list[str]]:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """The command without what says how long it may take, and with windows of a test in its place."""
+    """The command without what says how long it may take, and with windows of a test in
+    its place.
+    """
     kept, i = [], 0
     while i < len(words):
         step = TIME.get(words[i], 0)

@@ -9,17 +9,17 @@ Real runs (results/check_models_runs.jsonl.xz, made by check_models.py) are judg
 rules as they are now, and so are ten older ones, of which results/server_faults.json keeps counts
 and no texts.
 
-Simulated runs draw texts from those runs and from the corpus (benchmarks/grade/corpus): the server's from
-those of a healthy or of a damaged model, the reference's from those of the healthy one. Texts of a
-whole server and of its reference are one source: both were written by the same model. The texts of
-each source are split into two halves by their ids; the rules were chosen on the tune half, and the
-figures are of the report half (`--half`). A text stands for an answer to the question that it is
-drawn for, so only texts that answered several questions of their source word for word count as the
-same answer. Fixed texts were scored once with the whole model and with each damage, in this
-process; a server differs from that by rounding, which is drawn as it was measured on real servers
-(results/server_faults.json). Each run is judged by the real rules, extended as `check` extends it,
-and judged again; the older procedure, one look and no help of the fixed texts, is judged on the
-same draws.
+Simulated runs draw texts from those runs and from the corpus (benchmarks/grade/corpus): the
+server's from those of a healthy or of a damaged model, the reference's from those of the healthy
+one. Texts of a whole server and of its reference are one source: both were written by the same
+model. The texts of each source are split into two halves by their ids; the rules were chosen on the
+tune half, and the figures are of the report half (`--half`). A text stands for an answer to the
+question that it is drawn for, so only texts that answered several questions of their source word
+for word count as the same answer. Fixed texts were scored once with the whole model and with each
+damage, in this process; a server differs from that by rounding, which is drawn as it was measured
+on real servers (results/server_faults.json). Each run is judged by the real rules, extended as
+`check` extends it, and judged again; the older procedure, one look and no help of the fixed texts,
+is judged on the same draws.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """`assay check` on real servers of four models, with a sound KV cache and with one of 8 bits.
 
-    python benchmarks/check/check_models.py --model qwen15 [--device cpu|cuda] [--kv auto,fp8] [--ways
-    alone,reference] [--seeds 0,100] python benchmarks/check/check_models.py --add FOLDER         # takes
+    python benchmarks/check/check_models.py --model qwen15 [--device cpu|cuda] [--kv auto,fp8]
+    [--ways
+    alone,reference] [--seeds 0,100] python benchmarks/check/check_models.py --add FOLDER         #
+    takes
     the results of other machines into results/ python benchmarks/check/check_models.py --again
     # judges every kept record by the rules as they are now
 
@@ -301,7 +303,9 @@ def _formed_again(record: CheckRecord) -> CheckRecord:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown: runs of a kind together, tools suites by concurrency, then every run."""
+    """The rows as Markdown: runs of a kind together, tools suites by concurrency, then
+    every run.
+    """
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
         if "tools" not in row["way"]:

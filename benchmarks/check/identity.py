@@ -1,19 +1,19 @@
 """Which twins `assay check --identity` tells apart, and what `--determinism` finds, on real
 servers.
 
-    bash benchmarks/build/build_llama_cpp.sh python benchmarks/check/identity.py take NAME...     # served by
-    llama-server on the CPU, or vllm python benchmarks/check/identity.py at NAME URL      # a server that
-    is up already python benchmarks/check/identity.py judge            # compares all pairs of one model;
-    writes the results python benchmarks/check/identity.py table            # puts the table of the
-    results into docs/check.md
+    bash benchmarks/build/build_llama_cpp.sh python benchmarks/check/identity.py take NAME...     #
+    served by llama-server on the CPU, or vllm python benchmarks/check/identity.py at NAME URL
+    # a server that is up already python benchmarks/check/identity.py judge            # compares
+    all pairs of one model; writes the results python benchmarks/check/identity.py table
+    # puts the table of the results into docs/check.md
 
 A name is [MODEL_]TYPE[_seedN], with MODEL qwen05 or qwen15 (else SmolLM2-135M-Instruct). The
 model's GGUF file is of four bits; `bf16` is that file with its weights written as bf16, `q8_0` and
 `q4_0` are rounded from it once more (by the package gguf), `q4_1` is SmolLM2's file itself (the
 same numbers as bf16, in other kernels). `vllm` serves SmolLM2's checkpoint in bf16,
-benchmarks/watch/watch_alarms.py adds its twins `vllm_int8` and so on, and on a GPU `at` adds those of
-Qwen 1.5B (`gpu15_bf16`, …). A server is asked twice: the first time as what is examined, the second
-time, one request at a time too, as a reference; with `--found-only` just the first.
+benchmarks/watch/watch_alarms.py adds its twins `vllm_int8` and so on, and on a GPU `at` adds those
+of Qwen 1.5B (`gpu15_bf16`, …). A server is asked twice: the first time as what is examined, the
+second time, one request at a time too, as a reference; with `--found-only` just the first.
 
 How often another draw of texts would give each answer: 1,000 times twelve of the twelve texts are
 drawn with replacement (of the pairs in the table).

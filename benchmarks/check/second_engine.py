@@ -1,8 +1,8 @@
 """`assay check` on a server of another kind: llama.cpp's own, with the GGUF file that SmolLM2's
 checkpoint came from.
 
-    bash benchmarks/build/build_llama_cpp.sh && python benchmarks/check/second_engine.py [--binary llama-server]
-    [--timeout S]
+    bash benchmarks/build/build_llama_cpp.sh && python benchmarks/check/second_engine.py [--binary
+    llama-server] [--timeout S]
 
 The weights are the same, so the reference run by transformers should be matched. llama.cpp's server
 cannot score a prompt; the check says so and judges by texts and prompts alone.

@@ -1,11 +1,16 @@
 """What `assay check` makes of damaged checkpoints on a real vLLM server, with and without a
 reference.
 
-    python benchmarks/check/server_faults.py                                     # all on the CPU, in the
-    private environment python benchmarks/check/server_faults.py --python PYTHON --device cuda       #
-    with the vLLM of PYTHON, on a GPU python benchmarks/check/server_faults.py --only NAME,NAME [--again]
-    # these damages, no healthy runs python benchmarks/check/server_faults.py --healthy 10 --no-damages
-    # seeds 1000 to 10000 of the whole model python benchmarks/check/server_faults.py --out FILE && python
+    python benchmarks/check/server_faults.py                                     # all on the CPU,
+    in the
+    private environment python benchmarks/check/server_faults.py --python PYTHON --device cuda
+    #
+    with the vLLM of PYTHON, on a GPU python benchmarks/check/server_faults.py --only NAME,NAME
+    [--again]
+    # these damages, no healthy runs python benchmarks/check/server_faults.py --healthy 10
+      --no-damages
+    # seeds 1000 to 10000 of the whole model python benchmarks/check/server_faults.py --out FILE &&
+      python
     benchmarks/check/server_faults_results.py FILE
 
 Every damage of `assay.demo.run` is served and checked once, against the model itself run by

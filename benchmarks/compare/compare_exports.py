@@ -1,11 +1,11 @@
 """Checkpoints of SmolLM2-135M that real quantisers saved, against the bf16 model: bytes, Δppl, KL
 and top-1.
 
-    python benchmarks/verify/quantised_checkpoints.py                       # makes the checkpoints and
-    their environments CACHE/quantisers/round/bin/python -m pip install .               # assay
+    python benchmarks/verify/quantised_checkpoints.py                       # makes the checkpoints
+    and their environments CACHE/quantisers/round/bin/python -m pip install .               # assay
     beside torchao, hqq and bitsandbytes CACHE/quantisers/round/bin/python
-    benchmarks/compare/compare_exports.py --text WIKI_TEST CACHE/quantisers/compressor/bin/python -m pip
-    install . && CACHE/quantisers/compressor/bin/python …   # llm-compressor
+    benchmarks/compare/compare_exports.py --text WIKI_TEST CACHE/quantisers/compressor/bin/python -m
+    pip install . && CACHE/quantisers/compressor/bin/python …   # llm-compressor
 
 Everything was rounded to nearest without calibration data, so these rows say what the formats cost
 on this small model, not what their libraries can do. Each is loaded by transformers as it is; one

@@ -1,7 +1,7 @@
 """What `hf:MODEL?attention=assay` differs by from transformers' own `sdpa`, and what it saves.
 
-    python benchmarks/compare/hf_attention.py [--windows 8] [--length 512] [--repeats 3] [--random] [--out
-    FILE]
+    python benchmarks/compare/hf_attention.py [--windows 8] [--length 512] [--repeats 3] [--random]
+    [--out FILE]
 
 SmolLM2-135M in bfloat16 (`--random`: its shape with random weights, where the model cannot be had;
 numbers then tell the speed only). Each kind of attention scores the second half of the same windows

@@ -1,8 +1,8 @@
 """Tensor parallelism in `vllm:`: the same statistics as one rank gives, and windows scored a second
 against plain prefill.
 
-    python benchmarks/compare/parallel.py --routine python benchmarks/compare/parallel.py MODEL [--tensor 1 2]
-    [--pipeline 1] [--out benchmarks/compare/results/parallel_cpu.json]
+    python benchmarks/compare/parallel.py --routine python benchmarks/compare/parallel.py MODEL
+    [--tensor 1 2] [--pipeline 1] [--out benchmarks/compare/results/parallel_cpu.json]
 
 Every layout scores the same windows against one stored reference: the states of one rank with a
 little noise, so that no difference is zero. `exact` is how far the statistics of a layout are from
@@ -202,7 +202,7 @@ def main() -> None:
         name = f"tensor {tensor}, pipeline {stages}"
         if name in results["layouts"] and (tensor, stages) != (1, 1):
             continue
-        options = f"dtype={a.dtype}&max_model_len={a.length + 2}&max_num_batched_tokens={a.windows * a.length}{a.options}"
+        options = f"dtype={a.dtype}&max_model_len={a.length + 2}&max_num_batched_tokens={a.windows * a.length}{a.options}"  # noqa: E501
         begun = time.perf_counter()
         engine = VllmScorer.load(
             f"vllm:{a.model}?{options}&tensor_parallel={tensor}&pipeline_parallel={stages}"

@@ -1,8 +1,10 @@
 """Windows scored per second on Ray with 1 and 2 workers, beside the same run without Ray; and what
 the driver can pass on.
 
-    python benchmarks/compare/ray_scaling.py --out benchmarks/compare/results/ray_scaling_cpu.json              #
-    two workers share the cores python benchmarks/compare/ray_scaling.py --device cuda --workers 1,2,4,8
+    python benchmarks/compare/ray_scaling.py --out benchmarks/compare/results/ray_scaling_cpu.json
+    #
+    two workers share the cores python benchmarks/compare/ray_scaling.py --device cuda --workers
+    1,2,4,8
     --out …                    # one GPU a worker
 
 Every run scores the same windows of one model against itself in another number format, with equally

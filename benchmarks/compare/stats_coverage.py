@@ -360,7 +360,7 @@ def main() -> None:
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     text = (
         "# Coverage of nominal 95 % intervals, and false accepts\n\n`python"
-        f" benchmarks/compare/stats_coverage.py --experiments {count}`, seed {SEED}, windows of {TOKENS}"
+        f" benchmarks/compare/stats_coverage.py --experiments {count}`, seed {SEED}, windows of {TOKENS}"  # noqa: E501
         f" tokens. The error of a share near 95 % over {count} experiments is ±"
         f" {196 * math.sqrt(0.95 * 0.05 / count):.1f} points.\n\n"
         + table(rows, ["metric", "source", "windows", "method", "coverage", "truth_above"])

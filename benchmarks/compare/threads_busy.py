@@ -1,8 +1,8 @@
 """Scoring beside other programs: torch's threads as assay chooses them, and as many as there are
 cores.
 
-    python benchmarks/compare/threads_busy.py [--cpus 0,1] [--busy 0,1] [--repeats 3] [--random] [--out
-    FILE]
+    python benchmarks/compare/threads_busy.py [--cpus 0,1] [--busy 0,1] [--repeats 3] [--random]
+    [--out FILE]
 
 Each row is a process of its own that loads SmolLM2-135M (`--random`: its shape with random weights)
 and scores 8 windows of 64 tokens by the prefill and by the decode path, while so many endless loops

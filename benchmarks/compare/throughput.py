@@ -1,8 +1,10 @@
 """Windows scored a second against a plain prefill of the same windows, with one worker and with two
 side by side.
 
-    python benchmarks/compare/throughput.py hf:./model?dtype=float32 --windows 8 --length 256 --threads 1
-    --out FILE.json python benchmarks/compare/throughput.py 'vllm:./model?max_model_len=1024' --python
+    python benchmarks/compare/throughput.py hf:./model?dtype=float32 --windows 8 --length 256
+    --threads 1
+    --out FILE.json python benchmarks/compare/throughput.py 'vllm:./model?max_model_len=1024'
+      --python
     /path/to/vllm/python --gpus 0,1
 
 A worker is a process with an engine of its own; two of them share the windows, as `--ray` shares

@@ -5,8 +5,8 @@ torch and float64.
 
 For every vocabulary and pair of types: the largest difference of total variation from float64's, of
 the kernel and of torch, over rows whose sides differ by noise of several sizes; whether
-`assay.fidelity.metrics.fused_gpu` takes the kernel; and the time of both on 1,024 rows. Exits 1 where the
-kernel is further from float64 than 1e-5.
+`assay.fidelity.metrics.fused_gpu` takes the kernel; and the time of both on 1,024 rows. Exits 1
+where the kernel is further from float64 than 1e-5.
 """
 
 from __future__ import annotations

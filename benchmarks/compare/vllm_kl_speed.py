@@ -3,7 +3,8 @@ that vLLM has itself.
 
 Run it with a Python that has vLLM (on a GPU or a CPU) and assay in its path:
 
-    python benchmarks/compare/vllm_kl_speed.py 'vllm:./model?max_model_len=1024' --windows 64 --batch 8
+    python benchmarks/compare/vllm_kl_speed.py 'vllm:./model?max_model_len=1024' --windows 64
+    --batch 8
     --out FILE.json
 
 Ways over the same windows, in tokens scored a second:

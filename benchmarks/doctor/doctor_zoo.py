@@ -2,8 +2,8 @@
 wrongly accused?
 
     python benchmarks/doctor/doctor_zoo.py --llama-server BIN --vllm-python PYTHON [--only NAME …]
-    [--minutes 8] python benchmarks/doctor/doctor_zoo.py --add FILE…       # takes the results of other
-    machines; --page prints the table
+    [--minutes 8] python benchmarks/doctor/doctor_zoo.py --add FILE…       # takes the results of
+    other machines; --page prints the table
 
 Most cases are real faults of real engines and models (llama.cpp's server, vLLM on the CPU or with
 `--cuda`); those on `small_server.py` of the tests show faults that no engine shows at will. A case
@@ -47,7 +47,9 @@ FOLDERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A command, and what the doctor should say: guilty settings, or another role, or `baseline`."""
+    """A command, and what the doctor should say: guilty settings, or another role, or
+    `baseline`.
+    """
 
     name: str
     engine: str
@@ -653,8 +655,8 @@ def page(path: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (
-        ("llama-server", ""), ("vllm-python", ""), ("models", ""), ("ggufs", ""), ("start-lock", ""), ("machine", ""),
-        ("memory", "0.06"), ("reports", ""), ("engine-version", ""), ("platform", platform.platform()), ("all-cores", str(os.cpu_count())), ("work", str(cache_dir("doctor-zoo"))), ("out", str(RESULTS)),
+        ("llama-server", ""), ("vllm-python", ""), ("models", ""), ("ggufs", ""), ("start-lock", ""), ("machine", ""),  # noqa: E501
+        ("memory", "0.06"), ("reports", ""), ("engine-version", ""), ("platform", platform.platform()), ("all-cores", str(os.cpu_count())), ("work", str(cache_dir("doctor-zoo"))), ("out", str(RESULTS)),  # noqa: E501
     ):  # fmt: skip
         parser.add_argument(f"--{name}", default=default)
     parser.add_argument("--only", nargs="*")

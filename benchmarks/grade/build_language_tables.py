@@ -105,7 +105,7 @@ PROVENANCE = """# Where the language tables come from
 `salad_trees.npz` was fitted by `benchmarks/grade/fit_salad.py` (scikit-learn) on measures of windows of the tune halves: the
 legitimate texts of `benchmarks/grade/legit_texts.py`, synthetic salads cut from them, and outputs of broken models. It holds
 thresholds and leaf values, no text.
-"""
+"""  # noqa: E501
 
 
 def clean(text: str) -> str:

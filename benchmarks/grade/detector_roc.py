@@ -1,7 +1,7 @@
 """How often does `assay grade` find what is broken, and how often does it cry wolf?
 
-    python benchmarks/grade/detector_roc.py [--jobs 2] python benchmarks/grade/detector_roc.py --stutter       #
-    measures stutter again, and keeps the other results
+    python benchmarks/grade/detector_roc.py [--jobs 2] python benchmarks/grade/detector_roc.py
+    --stutter       # measures stutter again, and keeps the other results
 
 Legitimate text from `legit_texts.py`, outputs of broken and healthy models from `corpus/`, labelled
 by rules of their own (`broken_outputs.py`). Everything was tuned on the tune half of the sources;
@@ -149,7 +149,9 @@ def alarms(legit: list[Legit], healthy: list[Output]) -> dict[str, Any]:
 
 
 def flagged_documents() -> dict[str, Any]:
-    """False alarms on documents, of this repository and of packages, with the kinds that are named."""
+    """False alarms on documents, of this repository and of packages, with the kinds that
+    are named.
+    """
     groups: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
     named: Counter[str] = Counter()
     for item in documents():

@@ -3,8 +3,8 @@
     python benchmarks/grade/grade_scale.py
 
 Each shape is a hostile or extreme text: floods, rows of digits, blanks and brackets, bodies and
-streams that break off, nested and unclosed JSON, logs, prints of Python. Each is written to a file of
-every size and graded by a process of its own, which reports its own time and peak memory; a text
+streams that break off, nested and unclosed JSON, logs, prints of Python. Each is written to a file
+of every size and graded by a process of its own, which reports its own time and peak memory; a text
 passes if its time grows no faster than its size, and the largest stays within the limits of the
 page (60 s and 1 GiB for 100 MB).
 """

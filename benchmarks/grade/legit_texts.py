@@ -591,7 +591,9 @@ def _glossary(rng: random.Random) -> str:
 
 
 def repetitive() -> Iterator[Legit]:
-    """Repetition that is meant: refrains, drills, tables, drawings, countdowns, lines on request."""
+    """Repetition that is meant: refrains, drills, tables, drawings, countdowns, lines on
+    request.
+    """
     for name, text in _repetitive():
         yield Legit("repetitive", f"repetitive/{name}", text)
 

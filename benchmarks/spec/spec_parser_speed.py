@@ -118,7 +118,7 @@ def read_alone(path: Path) -> float:
     code = (
         "import sys, time, numpy\nfrom assay.speculation.run import read_files\nfrom"
         " assay.speculation.record import combine\nbegan ="
-        " time.perf_counter()\ncombine(read_files([sys.argv[1]]).settled())\nprint(time.perf_counter()"
+        " time.perf_counter()\ncombine(read_files([sys.argv[1]]).settled())\nprint(time.perf_counter()"  # noqa: E501
         " - began)"
     )
     return float(timed([sys.executable, "-c", code, str(path)])[1])

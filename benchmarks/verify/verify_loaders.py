@@ -54,7 +54,7 @@ for folder in json.load(sys.stdin):
     except Exception as error:
         said = type(error).__name__ + ": " + " ".join(str(error).split())[:200]
     print("RESULT " + json.dumps([folder, said]), flush=True)
-"""
+"""  # noqa: E501
 
 
 def tensors(change: Callable[[Arrays], Any]) -> Callable[[Path], None]:

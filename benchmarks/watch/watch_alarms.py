@@ -1,8 +1,8 @@
 """How often `assay watch` cries wolf, how soon it finds a fault, and what it costs the server.
 
     python benchmarks/watch/watch_alarms.py record NAME [--rounds 150]    # a real vLLM on the CPU:
-    healthy, or a fault python benchmarks/watch/watch_alarms.py judge                         # replays
-    what was recorded; writes the results
+    healthy, or a fault python benchmarks/watch/watch_alarms.py judge                         #
+    replays what was recorded; writes the results
 
 `record` serves SmolLM2-135M-Instruct (or a twin of it) and asks rounds of the canary one after
 another, each with all that the canary can ask; `healthy` asks half of them while other requests

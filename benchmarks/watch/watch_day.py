@@ -1,9 +1,9 @@
 """`assay watch` at a real llama-server: a day of rounds, six faults put behind the same address,
 and its load.
 
-    bash benchmarks/build/build_llama_cpp.sh python benchmarks/watch/watch_day.py record [--seconds 300]     #
-    asks the server; keeps results/watch_day_rounds.json as it goes python benchmarks/watch/watch_day.py
-    judge                      # writes results/watch_day.json
+    bash benchmarks/build/build_llama_cpp.sh python benchmarks/watch/watch_day.py record [--seconds
+    300]     # asks the server; keeps results/watch_day_rounds.json as it goes python
+    benchmarks/watch/watch_day.py judge                      # writes results/watch_day.json
 
 SmolLM2-135M-Instruct as bf16 (its Q4_1 file with the weights written as bf16). `record` lets the
 real `Watch` step with a clock that runs ahead by the interval after each round: first the least

@@ -55,7 +55,9 @@ class Declared:
 
     @property
     def inverted(self) -> bool:
-        """Whether the flag switches something off that is on by default, as `--no-throughput` does."""
+        """Whether the flag switches something off that is on by default, as
+        `--no-throughput` does.
+        """
         return self.kind is bool and self.default is True
 
     @property

@@ -72,7 +72,9 @@ def names(group: str) -> list[str]:
 
 @cache
 def get(group: str, name: str) -> Any:
-    """What `name` stands for in a group, None where there is no such name or it cannot be imported."""
+    """What `name` stands for in a group, None where there is no such name or it cannot be
+    imported.
+    """
     if own := OWN.get(group, {}).get(name):
         module, _, attribute = own.partition(":")
         return getattr(import_module(module), attribute)

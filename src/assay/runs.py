@@ -43,7 +43,9 @@ def cache_path(name: str) -> Path:
 
 
 def cache_dir(name: str) -> Path:
-    """The folder `name` inside the cache, made if it is missing; AssayError where that cannot be."""
+    """The folder `name` inside the cache, made if it is missing; AssayError where that
+    cannot be.
+    """
     folder = cache_path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +59,9 @@ def cache_dir(name: str) -> Path:
 
 
 def tar_of(files: Mapping[str, bytes]) -> bytes:
-    """A tar archive of files by name, without times and owners: the same bytes for the same files."""
+    """A tar archive of files by name, without times and owners: the same bytes for the
+    same files.
+    """
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name, content in files.items():

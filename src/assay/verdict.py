@@ -149,7 +149,9 @@ class Series:
 
 @dataclass(frozen=True)
 class Band:
-    """A shaded range of the value axis: a margin, or a floor under which nothing can be resolved."""
+    """A shaded range of the value axis: a margin, or a floor under which nothing can be
+    resolved.
+    """
 
     name: str
     lo: float

@@ -1,5 +1,5 @@
-"""Shares and speed-ups of benchmarks/compare/throughput.py are those of single rounds; its workers run both
-ways on a tiny model.
+"""Shares and speed-ups of benchmarks/compare/throughput.py are those of single rounds; its workers
+run both ways on a tiny model.
 """
 
 from __future__ import annotations

@@ -36,16 +36,16 @@ def test_a_sound_config_is_left_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("changes", "paths"),
     [
-        ({"num_hidden_layers": "4"}, ["num_hidden_layers"]), ({"num_hidden_layers": -1}, ["num_hidden_layers"]),
-        ({"num_hidden_layers": 4.0}, ["num_hidden_layers"]), ({"num_hidden_layers": True}, ["num_hidden_layers"]),
+        ({"num_hidden_layers": "4"}, ["num_hidden_layers"]), ({"num_hidden_layers": -1}, ["num_hidden_layers"]),  # noqa: E501
+        ({"num_hidden_layers": 4.0}, ["num_hidden_layers"]), ({"num_hidden_layers": True}, ["num_hidden_layers"]),  # noqa: E501
         ({"hidden_size": 10**9}, ["hidden_size"]), ({"rope_theta": math.nan}, ["rope_theta"]),
-        ({"quantization_config": "fp8"}, ["quantization_config"]), ({"architectures": "Llama"}, ["architectures"]),
-        ({"text_config": {"vocab_size": []}}, ["text_config.vocab_size"]), ({"text_config": 3}, ["text_config"]),
-        ({"rope_scaling": {"factor": "x", "type": 3}}, ["rope_scaling.factor", "rope_scaling.type"]),
-        ({"rope_parameters": {"full_attention": {"factor": []}}}, ["rope_parameters.full_attention.factor"]),
+        ({"quantization_config": "fp8"}, ["quantization_config"]), ({"architectures": "Llama"}, ["architectures"]),  # noqa: E501
+        ({"text_config": {"vocab_size": []}}, ["text_config.vocab_size"]), ({"text_config": 3}, ["text_config"]),  # noqa: E501
+        ({"rope_scaling": {"factor": "x", "type": 3}}, ["rope_scaling.factor", "rope_scaling.type"]),  # noqa: E501
+        ({"rope_parameters": {"full_attention": {"factor": []}}}, ["rope_parameters.full_attention.factor"]),  # noqa: E501
         ({"quantization_config": {"config_groups": {"a": None, "b": {"targets": 5}}}},
          ["quantization_config.config_groups.a", "quantization_config.config_groups.b.targets"]),
-        ({"unknown": {"deep": [1, {"x": math.nan}]}}, ["unknown.deep.1.x"]), ({"unknown": 10**39}, ["unknown"]),
+        ({"unknown": {"deep": [1, {"x": math.nan}]}}, ["unknown.deep.1.x"]), ({"unknown": 10**39}, ["unknown"]),  # noqa: E501
         ({"time_step_limit": [0.0, math.inf]}, []), ({"intermediate_size": [128, 256]}, []),
         ({"num_key_value_heads": None}, []), ({"mlp_only_layers": []}, []),
     ],
@@ -61,14 +61,14 @@ def test_nonsense_is_named_by_its_path(changes: dict[str, Any], paths: list[str]
 @pytest.mark.parametrize(
     ("table", "document", "paths"),
     [
-        (GENERATION, {"temperature": 0.6, "top_k": 20, "eos_token_id": [1, 2], "do_sample": True}, []),
-        (GENERATION, {"top_p": 1.5, "temperature": -1, "max_length": 0}, ["top_p", "temperature", "max_length"]),
-        (TOKENIZER_CONFIG, {"model_max_length": 10**30, "bos_token": None, "eos_token": {"content": "x"}}, []),
-        (TOKENIZER_CONFIG, {"eos_token": {"text": "x"}, "model_max_length": math.inf}, ["eos_token", "model_max_length"]),
+        (GENERATION, {"temperature": 0.6, "top_k": 20, "eos_token_id": [1, 2], "do_sample": True}, []),  # noqa: E501
+        (GENERATION, {"top_p": 1.5, "temperature": -1, "max_length": 0}, ["top_p", "temperature", "max_length"]),  # noqa: E501
+        (TOKENIZER_CONFIG, {"model_max_length": 10**30, "bos_token": None, "eos_token": {"content": "x"}}, []),  # noqa: E501
+        (TOKENIZER_CONFIG, {"eos_token": {"text": "x"}, "model_max_length": math.inf}, ["eos_token", "model_max_length"]),  # noqa: E501
         (TOKENIZER_CONFIG, {"added_tokens_decoder": {"²": 1}}, ["added_tokens_decoder.²"]),
-        (TOKENIZER, {"model": {"vocab": {"a": 0}, "merges": ["a b"]}, "added_tokens": [{"id": 1, "content": "c"}]}, []),
+        (TOKENIZER, {"model": {"vocab": {"a": 0}, "merges": ["a b"]}, "added_tokens": [{"id": 1, "content": "c"}]}, []),  # noqa: E501
         (TOKENIZER, {"model": {"vocab": [["a", 0.0], ["b", -1]]}}, []),
-        (TOKENIZER, {"model": {"vocab": {"a": "0"}}, "added_tokens": -1}, ["model.vocab", "added_tokens"]),
+        (TOKENIZER, {"model": {"vocab": {"a": "0"}}, "added_tokens": -1}, ["model.vocab", "added_tokens"]),  # noqa: E501
         (TOKENIZER, {"added_tokens": [{"id": True, "content": {}}, 3]},
          ["added_tokens.0.id", "added_tokens.0.content", "added_tokens.1"]),
     ],
@@ -105,13 +105,13 @@ def test_no_default_config_of_transformers_is_nonsense() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "found"),
     [
-        ("config.json", {"num_hidden_layers": "4"}, "config_conflict"), ("config.json", {"vocab_size": -1}, "config_conflict"),
+        ("config.json", {"num_hidden_layers": "4"}, "config_conflict"), ("config.json", {"vocab_size": -1}, "config_conflict"),  # noqa: E501
         ("config.json", {"quantization_config": "fp8"}, "quantization_conflict"),
         ("config.json", {"quantization_config": {}}, "quantization_conflict"),
-        ("config.json", {"rope_theta": math.nan}, "config_conflict"), ("config.json", {"head_dim": 0}, "config_conflict"),
+        ("config.json", {"rope_theta": math.nan}, "config_conflict"), ("config.json", {"head_dim": 0}, "config_conflict"),  # noqa: E501
         ("generation_config.json", {"eos_token_id": "2"}, "config_conflict"),
         ("tokenizer.json", {"added_tokens": -1}, "tokenizer_conflict"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"²": {"content": "x"}}}, "tokenizer_conflict"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"²": {"content": "x"}}}, "tokenizer_conflict"),  # noqa: E501
         ("model.safetensors.index.json", {"metadata": {"total_size": math.nan}}, "index_mismatch"),
     ],
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Real quantised checkpoints of SmolLM2, as names, types and shapes: silent when whole, found out
 when damaged.
 
-The fixtures were written by `benchmarks/verify/quantised_checkpoints.py --fixtures` from files that the
-real libraries made.
+The fixtures were written by `benchmarks/verify/quantised_checkpoints.py --fixtures` from files that
+the real libraries made.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def test_the_table_is_that_of_the_parser() -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "value"),
     [("8k", "size", 8000), ("8K", "size", 8192), ("1.5k", "size", 1500), ("1.5K", "size", None),
-     ("auto", "size or auto", -1), ("auto", "size", None), ("0x10", "int", None), ("1e3", "float", 1000)],
+     ("auto", "size or auto", -1), ("auto", "size", None), ("0x10", "int", None), ("1e3", "float", 1000)],  # noqa: E501
 )  # fmt: skip
 def test_numbers(text: str, kind: str, value: float | None) -> None:
     assert number_of(text, kind) == value

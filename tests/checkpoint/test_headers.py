@@ -93,7 +93,7 @@ def test_every_dtype_has_the_size_that_the_library_gives_it(dtype: str, tmp_path
         (bytes(7), "truncated", "7 bytes"),
         (bytes(16), "header_invalid", "eight zero bytes"),
         (struct.pack("<Q", 1 << 63) + b"{}", "header_invalid", "no safetensors file has"),
-        (struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}", "header_invalid", "no safetensors file has"),
+        (struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}", "header_invalid", "no safetensors file has"),  # noqa: E501
         (file_of(b'{"a', length=1000), "truncated", "inside its own header"),
         (file_of(b"[1, 2]"), "header_invalid", "not a JSON object"),
         (file_of(b"{" * 3), "header_invalid", "not JSON"),
@@ -121,7 +121,7 @@ def test_every_dtype_has_the_size_that_the_library_gives_it(dtype: str, tmp_path
         (file_of({"a": entry(offsets=[4, 8])}, 8), "header_invalid", "gap"),
         (file_of({"a": entry()}, 3), "truncated", "1 bytes shorter"),
         (file_of({"a": entry()}, 9), "header_invalid", "5 bytes after its last tensor"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "header_invalid", "Git LFS pointer"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "header_invalid", "Git LFS pointer"),  # noqa: E501
         (b"<!DOCTYPE html><html>Access denied</html>", "header_invalid", "web page"),
         (b'<?xml version="1.0"?><Error>AccessDenied</Error>', "header_invalid", "web page"),
     ],

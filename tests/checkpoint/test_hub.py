@@ -96,7 +96,9 @@ def test_a_missing_shard_fails(ask: Ask, model: Path, commit: str) -> None:
 def test_the_verdict_is_that_of_huggingface_hubs_own_check(
     ask: Ask, hub: LoopbackHub, model: Path, commit: str
 ) -> None:
-    """The same tree, the same files: both must name the same mismatches, missing and extra files."""
+    """The same tree, the same files: both must name the same mismatches, missing and
+    extra files.
+    """
     from huggingface_hub import HfApi
 
     data = bytearray((model / ONE).read_bytes())
@@ -226,7 +228,7 @@ def test_a_manifest_is_not_written_of_what_is_not_here(
     "where", ["/api/models/[^/]+/[^/]+/revision", "/tree/"], ids=["info", "tree"]
 )
 def test_a_status_is_one_line_and_its_exit_code(
-    ask: Ask, hub: LoopbackHub, commit: str, where: str, status: int, headers: dict[str, str], code: int, words: str
+    ask: Ask, hub: LoopbackHub, commit: str, where: str, status: int, headers: dict[str, str], code: int, words: str  # noqa: E501
 ) -> None:  # fmt: skip
     hub.twist(where, status=status, headers=headers)
     began = time.monotonic()

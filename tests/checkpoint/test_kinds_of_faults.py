@@ -1,4 +1,6 @@
-"""Kinds of faults of public checkpoints: lost orders, pointers, adapters, descriptions, GGUF parts."""
+"""Kinds of faults of public checkpoints: lost orders, pointers, adapters, descriptions,
+GGUF parts.
+"""
 
 from __future__ import annotations
 

@@ -347,7 +347,7 @@ def test_a_head_of_unknown_layout_is_a_whole_block(model_type: str) -> None:
     config, backbone, head = other_family(model_type)
     assert examined(config, backbone, head).status == "ok"
     for lost, says in (
-        (".self_attn.", "(attention)"), (".mlp.", "(MLP)"), ("self_attn.o_proj", "self_attn.o_proj"),
+        (".self_attn.", "(attention)"), (".mlp.", "(MLP)"), ("self_attn.o_proj", "self_attn.o_proj"),  # noqa: E501
         ("input_layernorm", "input_layernorm"),
     ):  # fmt: skip
         report = examined(config, backbone, {n: t for n, t in head.items() if lost not in n})

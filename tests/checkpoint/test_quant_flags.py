@@ -1,4 +1,6 @@
-"""The flag table, cell by cell: against the recorded one where it is, and against vLLM's own code."""
+"""The flag table, cell by cell: against the recorded one where it is, and against vLLM's
+own code.
+"""
 
 from __future__ import annotations
 

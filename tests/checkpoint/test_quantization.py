@@ -419,7 +419,9 @@ SPARSE_FP8 = FP8 | {"weight_block_size": [32, 32]}
 
 
 def indexer(weights: Shapes) -> Shapes:
-    """A sparse indexer as DeepSeek V3.2 and GLM-5 ship it: wk and wq_b in fp8, weights_proj plain."""
+    """A sparse indexer as DeepSeek V3.2 and GLM-5 ship it: wk and wq_b in fp8,
+    weights_proj plain.
+    """
     at = "model.layers.1.self_attn.indexer"
     packed_part = {
         f"{at}.{m}.{p}": t for m in ("wk", "wq_b") for p, t in tiles("F32")(64, 64).items()

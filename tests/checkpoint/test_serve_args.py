@@ -173,7 +173,7 @@ def test_an_unknown_flag_is_answered_with_its_neighbour() -> None:
 
 def test_rope_overrides_must_keep_theta() -> None:
     config = PLAIN | {"rope_theta": 1_000_000.0}
-    override = """--hf-overrides '{"rope_scaling": {"rope_type": "yarn", "factor": 4, "rope_theta": 1000}}'"""
+    override = """--hf-overrides '{"rope_scaling": {"rope_type": "yarn", "factor": 4, "rope_theta": 1000}}'"""  # noqa: E501
     assert ids(findings(config, override)) == {("config_conflict", "warning")}
     assert findings(config, override.replace("1000}", "1000000}")) == []
 

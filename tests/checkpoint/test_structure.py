@@ -346,10 +346,10 @@ def renamed(folder: Path, prefix: str) -> None:
 @pytest.mark.parametrize(
     ("prefix", "changes", "code"),
     [
-        ("language_model.model.", {}, 1), ("model.language_model.", {}, 1), ("base_model.model.model.", {}, 1),
+        ("language_model.model.", {}, 1), ("model.language_model.", {}, 1), ("base_model.model.model.", {}, 1),  # noqa: E501
         ("module.model.", {}, 1), ("_orig_mod.model.", {}, 1),
-        ("language_model.model.", {"model_type": "brand_new", "architectures": ["BrandNewForCausalLM"]}, 1),
-        ("model.language_model.", {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}, None),
+        ("language_model.model.", {"model_type": "brand_new", "architectures": ["BrandNewForCausalLM"]}, 1),  # noqa: E501
+        ("model.language_model.", {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}, None),  # noqa: E501
         ("language_model.model.", {"architectures": ["LlavaForConditionalGeneration"]}, 0),
         ("language_model.model.", {"vision_config": {"hidden_size": 8}}, 0),
         ("language_model.model.", {"auto_map": {"AutoModelForCausalLM": "m.M"}}, 0),

@@ -37,14 +37,14 @@ CHATML = (
     [
         (CHATML, ("<|im_end|>",)),
         (LOOP + "{{ message.content }}{{ eos_token }}{% endfor %}", ("</s>",)),
-        (LOOP + "{% if message.role == 'user' %}[INST] {{ message.content }}{% else %} {{ message.content | trim }}"
+        (LOOP + "{% if message.role == 'user' %}[INST] {{ message.content }}{% else %} {{ message.content | trim }}"  # noqa: E501
          "</s>{% endif %}{% endfor %}", ("</s>",)),
         # A last answer ends with another token than those before it.
-        (LOOP + "{{ message.content }}{% if loop.last %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}",
+        (LOOP + "{{ message.content }}{% if loop.last %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}",  # noqa: E501
          ("<|return|>", "<|end|>")),
         # two in a row, the longer name
         (LOOP + "{{ message.content }}<|end|><|stop|>{% endfor %}", ("<|end|>", "<|stop|>")),
-        (LOOP + "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% endfor %}", ("<|im_end|>",)),
+        (LOOP + "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% endfor %}", ("<|im_end|>",)),  # noqa: E501
         # Nothing ends a turn here: what follows an answer begins the next one.
         (LOOP + "<|im_start|>{{ message.content }}{% endfor %}", ()),
         (LOOP + "{{ message.content }} and more text</s>{% endfor %}", ()),
@@ -74,9 +74,9 @@ END, BASE = 319, 2
 @pytest.mark.parametrize(
     ("config", "generation", "said"),
     [
-        (BASE, BASE, ["nothing stops there"]), ([BASE, END], [BASE, END], []), (END, END, ["the tokenizer ends with '</s>'"]), (BASE, [END, BASE], []),
+        (BASE, BASE, ["nothing stops there"]), ([BASE, END], [BASE, END], []), (END, END, ["the tokenizer ends with '</s>'"]), (BASE, [END, BASE], []),  # noqa: E501
         ([BASE, END], BASE, ["drops end tokens of config.json: [319]", "nothing stops there"]),
-        ([BASE, END], END, ["drops end tokens of config.json: [2]"]), (END, BASE, ["config.json ends at [319]", "nothing stops"]),
+        ([BASE, END], END, ["drops end tokens of config.json: [2]"]), (END, BASE, ["config.json ends at [319]", "nothing stops"]),  # noqa: E501
         ([BASE, END], ..., []), (BASE, ..., ["nothing stops there"]),
     ],
 )  # fmt: skip
@@ -167,8 +167,8 @@ def test_a_template_cannot_reach_the_system(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "is not text"), ([1], "is not text"), ("  ", "is empty"), ("{% for %}", "does not parse"),
-        ("hello", "never uses the messages"), ("a" * 500_000, "characters long"), ("{{ " + "(" * 9000, "too deeply"),
+        (None, "is not text"), ([1], "is not text"), ("  ", "is empty"), ("{% for %}", "does not parse"),  # noqa: E501
+        ("hello", "never uses the messages"), ("a" * 500_000, "characters long"), ("{{ " + "(" * 9000, "too deeply"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_what_is_no_template(text: Any, says: str) -> None:

@@ -182,7 +182,7 @@ try:
     assay.check("u")
 except (assay.UsageError, assay.AssayError) as error:
     print(error.message, error.remedy)
-"""
+"""  # noqa: E501
 
 
 def test_mypy_is_content_with_a_users_file(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Every API's body and stream is unpacked; what breaks is said, what is not understood is never ok."""
+"""Every API's body and stream is unpacked; what breaks is said, what is not understood is
+never ok.
+"""
 
 from __future__ import annotations
 
@@ -111,79 +113,79 @@ def forms(text: str) -> dict[str, tuple[str, str]]:
     pieces = {"content": [hm, {"type": "text", "text": text}]}
     said = {"role": "assistant", "content": text}
     asked = {"role": "user", "content": "Hi" + "!" * 99}
-    tokens = [{"index": i, "token": {"text": c, "special": False}, "generated_text": None} for i, c in enumerate(text)]
+    tokens = [{"index": i, "token": {"text": c, "special": False}, "generated_text": None} for i, c in enumerate(text)]  # noqa: E501
     slot = {"id_slot": 0, "index": 0}
     about = {"id": "x", "finish_reason": None}
     stopped = {"id": "x", "finish_reason": {"type": "stop"}}
     thought = {"role": "model", "parts": [{"text": "Hm.", "thought": True}, {"text": text}]}
-    prediction = {"id": "p1", "model": "a/b", "version": "5c", "input": {"prompt": "Hi" + "!" * 99}, "status": "succeeded", "error": None, "logs": "", "urls": {}, "metrics": {"predict_time": 1.2}}
-    sample = {"doc_id": 0, "doc": {"question": "How many?"}, "target": "7", "arguments": {"gen_args_0": {"arg_0": "How" + "!" * 99, "arg_1": {"until": ["\n"]}}}}
+    prediction = {"id": "p1", "model": "a/b", "version": "5c", "input": {"prompt": "Hi" + "!" * 99}, "status": "succeeded", "error": None, "logs": "", "urls": {}, "metrics": {"predict_time": 1.2}}  # noqa: E501
+    sample = {"doc_id": 0, "doc": {"question": "How many?"}, "target": "7", "arguments": {"gen_args_0": {"arg_0": "How" + "!" * 99, "arg_1": {"until": ["\n"]}}}}  # noqa: E501
     return {
         "chat": ("openai", json.dumps({"id": "a", "choices": [body], "usage": {}})),
         "chat, indented": ("openai", json.dumps({"id": "a", "choices": [body]}, indent=2)),
         "chat with headers": ("openai", head + json.dumps({"choices": [body]})),
-        "completion": ("openai", json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": "stop"}]})),
+        "completion": ("openai", json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": "stop"}]})),  # noqa: E501
         "chat stream": ("openai", sse(*chat_stream(text))),
-        "chat stream without blank lines": ("openai", sse(*chat_stream(text)).replace("\n\n", "\n")),
+        "chat stream without blank lines": ("openai", sse(*chat_stream(text)).replace("\n\n", "\n")),  # noqa: E501
         "chat stream with comments": ("openai", ": PROCESSING\n\n" + sse(*chat_stream(text))),
         "content parts": ("openai", json.dumps({"choices": [{"message": pieces}]})),
         "responses": ("openai responses", json.dumps(whole)),
-        "responses stream": ("openai responses", sse(*responses_stream(text), {"type": "response.completed", "response": whole})),
-        "anthropic": ("anthropic", json.dumps({"id": "m", "type": "message", **said, "content": [{"type": "text", "text": text}], "stop_reason": "end_turn"})),
+        "responses stream": ("openai responses", sse(*responses_stream(text), {"type": "response.completed", "response": whole})),  # noqa: E501
+        "anthropic": ("anthropic", json.dumps({"id": "m", "type": "message", **said, "content": [{"type": "text", "text": text}], "stop_reason": "end_turn"})),  # noqa: E501
         "anthropic stream": ("anthropic", anthropic_stream(text)),
         "ollama chat": ("ollama", json.dumps({"model": "m", "message": said, "done": True})),
-        "ollama stream": ("ollama", lines(*({"model": "m", "response": c, "done": False} for c in text), {"model": "m", "response": "", "done": True, "done_reason": "stop"})),
-        "tgi": ("tgi", json.dumps({"generated_text": text, "details": {"finish_reason": "eos_token"}})),
+        "ollama stream": ("ollama", lines(*({"model": "m", "response": c, "done": False} for c in text), {"model": "m", "response": "", "done": True, "done_reason": "stop"})),  # noqa: E501
+        "tgi": ("tgi", json.dumps({"generated_text": text, "details": {"finish_reason": "eos_token"}})),  # noqa: E501
         "tgi list": ("tgi", json.dumps([{"generated_text": text}])),
-        "tgi stream": ("tgi", sse(*tokens, {"token": {"text": "</s>", "special": True}, "generated_text": text}, done=False)),
+        "tgi stream": ("tgi", sse(*tokens, {"token": {"text": "</s>", "special": True}, "generated_text": text}, done=False)),  # noqa: E501
         "pipeline": ("tgi", json.dumps([{"generated_text": [asked, said]}])),
         "llama.cpp": ("llama.cpp", json.dumps({"content": text, "stop": True, "stop_type": "eos"})),
-        "llama.cpp stream": ("llama.cpp", sse(*({"content": c, "stop": False, "index": 0, "id_slot": -1} for c in text), {"content": "", "stop": True, "stop_type": "eos", **slot}, done=False)),
+        "llama.cpp stream": ("llama.cpp", sse(*({"content": c, "stop": False, "index": 0, "id_slot": -1} for c in text), {"content": "", "stop": True, "stop_type": "eos", **slot}, done=False)),  # noqa: E501
         "sglang": ("sglang", json.dumps({"text": text, "meta_info": stopped})),
-        "sglang stream": ("sglang", sse(*({"text": text[: i + 1], "meta_info": about} for i in range(len(text))), {"text": text, "meta_info": stopped})),
-        "gemini": ("gemini", json.dumps({"candidates": [{"content": thought, "finishReason": "STOP"}]})),
+        "sglang stream": ("sglang", sse(*({"text": text[: i + 1], "meta_info": about} for i in range(len(text))), {"text": text, "meta_info": stopped})),  # noqa: E501
+        "gemini": ("gemini", json.dumps({"candidates": [{"content": thought, "finishReason": "STOP"}]})),  # noqa: E501
         "message": ("message", json.dumps(said)),
         "conversation": ("message", json.dumps({"messages": [asked, said]})),
-        "batch": ("batch", lines({"id": "b1", "custom_id": "q1", "response": {"status_code": 200, "body": {"choices": [body]}}, "error": None})),
-        "triton stream": ("plain", sse(*({"model_name": "ensemble", "text_output": c} for c in text or " "), done=False) if text else json.dumps({"model_name": "e", "text_output": ""})),
-        "bedrock": ("plain", json.dumps({"generation": text, "prompt_token_count": 3, "stop_reason": "stop"})),
-        "watsonx": ("results", json.dumps({"model_id": "m", "results": [{"generated_text": text, "generated_token_count": 3}]})),
-        "sharegpt": ("message", json.dumps({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": text}]})),
-        "kserve": ("results", json.dumps({"model_name": "m", "outputs": [{"name": "text_output", "datatype": "BYTES", "shape": [1], "data": [text]}]})),
-        "koboldcpp": ("results", json.dumps({"results": [{"text": text, "finish_reason": "stop", "prompt_tokens": 3}]})),
-        "titan": ("results", json.dumps({"inputTextTokenCount": 3, "results": [{"outputText": text, "completionReason": "FINISH"}]})),
-        "cohere stream": ("cohere", sse({"type": "message-start", "delta": {"message": {"content": []}}}, *({"type": "content-delta", "index": 0, "delta": {"message": {"content": {"text": c}}}} for c in text), {"type": "message-end", "delta": {"finish_reason": "COMPLETE"}}, done=False)),
-        "converse": ("message", json.dumps({"output": {"message": {"role": "assistant", "content": [{"text": text}]}}, "stopReason": "end_turn"})),
-        "har": ("openai", json.dumps({"log": {"entries": [{"response": {"content": {"text": json.dumps({"choices": [body]})}}}]}})),
-        "after a command": ("openai", "$ curl localhost/v1/chat/completions \\\n  -d '{\n \"model\": \"m\"\n}'\n" + json.dumps({"choices": [body]})),
-        "after a meter": ("openai", "  % Total    % Received\n     Dload  Upload   Total\n100   412  100   300  100   112   120 0:00:02 --:--:--  165\n" + json.dumps({"choices": [body]})),
-        "in a fence": ("openai", "Response:\n```json\n" + json.dumps({"choices": [body]}, indent=2) + "\n```\n"),
-        "with times": ("openai", "".join(f"[10:00:01.123] data: {json.dumps(e)}\n" for e in chat_stream(text)) + "data: [DONE]\n"),
-        "printed bytes": ("openai", "".join(f"{f'data: {json.dumps(e)}'.encode()!r}\n" for e in chat_stream(text)) + "b'data: [DONE]'\n"),
+        "batch": ("batch", lines({"id": "b1", "custom_id": "q1", "response": {"status_code": 200, "body": {"choices": [body]}}, "error": None})),  # noqa: E501
+        "triton stream": ("plain", sse(*({"model_name": "ensemble", "text_output": c} for c in text or " "), done=False) if text else json.dumps({"model_name": "e", "text_output": ""})),  # noqa: E501
+        "bedrock": ("plain", json.dumps({"generation": text, "prompt_token_count": 3, "stop_reason": "stop"})),  # noqa: E501
+        "watsonx": ("results", json.dumps({"model_id": "m", "results": [{"generated_text": text, "generated_token_count": 3}]})),  # noqa: E501
+        "sharegpt": ("message", json.dumps({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": text}]})),  # noqa: E501
+        "kserve": ("results", json.dumps({"model_name": "m", "outputs": [{"name": "text_output", "datatype": "BYTES", "shape": [1], "data": [text]}]})),  # noqa: E501
+        "koboldcpp": ("results", json.dumps({"results": [{"text": text, "finish_reason": "stop", "prompt_tokens": 3}]})),  # noqa: E501
+        "titan": ("results", json.dumps({"inputTextTokenCount": 3, "results": [{"outputText": text, "completionReason": "FINISH"}]})),  # noqa: E501
+        "cohere stream": ("cohere", sse({"type": "message-start", "delta": {"message": {"content": []}}}, *({"type": "content-delta", "index": 0, "delta": {"message": {"content": {"text": c}}}} for c in text), {"type": "message-end", "delta": {"finish_reason": "COMPLETE"}}, done=False)),  # noqa: E501
+        "converse": ("message", json.dumps({"output": {"message": {"role": "assistant", "content": [{"text": text}]}}, "stopReason": "end_turn"})),  # noqa: E501
+        "har": ("openai", json.dumps({"log": {"entries": [{"response": {"content": {"text": json.dumps({"choices": [body]})}}}]}})),  # noqa: E501
+        "after a command": ("openai", "$ curl localhost/v1/chat/completions \\\n  -d '{\n \"model\": \"m\"\n}'\n" + json.dumps({"choices": [body]})),  # noqa: E501
+        "after a meter": ("openai", "  % Total    % Received\n     Dload  Upload   Total\n100   412  100   300  100   112   120 0:00:02 --:--:--  165\n" + json.dumps({"choices": [body]})),  # noqa: E501
+        "in a fence": ("openai", "Response:\n```json\n" + json.dumps({"choices": [body]}, indent=2) + "\n```\n"),  # noqa: E501
+        "with times": ("openai", "".join(f"[10:00:01.123] data: {json.dumps(e)}\n" for e in chat_stream(text)) + "data: [DONE]\n"),  # noqa: E501
+        "printed bytes": ("openai", "".join(f"{f'data: {json.dumps(e)}'.encode()!r}\n" for e in chat_stream(text)) + "b'data: [DONE]'\n"),  # noqa: E501
         "printed dict": ("openai", repr({"id": "a", "choices": [{**body, "logprobs": None}]})),
-        "printed object": ("python", f"ChatCompletion(id='a', choices=[Choice(finish_reason='stop', message=ChatCompletionMessage(content={text!r}, role='assistant'))])"),
-        "printed output": ("python", f"RequestOutput(prompt='Hi' , outputs=[CompletionOutput(index=0, text={text!r}, finish_reason=stop)])"),
+        "printed object": ("python", f"ChatCompletion(id='a', choices=[Choice(finish_reason='stop', message=ChatCompletionMessage(content={text!r}, role='assistant'))])"),  # noqa: E501
+        "printed output": ("python", f"RequestOutput(prompt='Hi' , outputs=[CompletionOutput(index=0, text={text!r}, finish_reason=stop)])"),  # noqa: E501
         "vllm demo": ("records", json.dumps({"text": [text]})),
         "records": ("records", lines({"id": 1, "completion": text}, {"id": 2, "completion": GOOD})),
-        "ai sdk data stream": ("ai sdk", parts(("f", {"messageId": "m"}), ("g", "Hm."), *(("0", c) for c in text), ("e", {"finishReason": "stop", "usage": {}, "isContinued": False}), ("d", {"finishReason": "stop"}))),
-        "ai sdk, older": ("ai sdk", parts(*(("0", c) for c in text), ("2", [{"n": 1}]), ("d", {"finishReason": "stop", "usage": {"completionTokens": 9}}))),
-        "ai sdk events": ("ai sdk", sse({"type": "start", "messageId": "m"}, {"type": "start-step"}, {"type": "reasoning-start", "id": "r"}, {"type": "reasoning-delta", "id": "r", "delta": "Hm."}, *({"type": "text-delta", "id": "t", "delta": c} for c in text), {"type": "text-end", "id": "t"}, {"type": "finish-step"}, {"type": "finish"})),
+        "ai sdk data stream": ("ai sdk", parts(("f", {"messageId": "m"}), ("g", "Hm."), *(("0", c) for c in text), ("e", {"finishReason": "stop", "usage": {}, "isContinued": False}), ("d", {"finishReason": "stop"}))),  # noqa: E501
+        "ai sdk, older": ("ai sdk", parts(*(("0", c) for c in text), ("2", [{"n": 1}]), ("d", {"finishReason": "stop", "usage": {"completionTokens": 9}}))),  # noqa: E501
+        "ai sdk events": ("ai sdk", sse({"type": "start", "messageId": "m"}, {"type": "start-step"}, {"type": "reasoning-start", "id": "r"}, {"type": "reasoning-delta", "id": "r", "delta": "Hm."}, *({"type": "text-delta", "id": "t", "delta": c} for c in text), {"type": "text-end", "id": "t"}, {"type": "finish-step"}, {"type": "finish"})),  # noqa: E501
         "replicate": ("replicate", json.dumps({**prediction, "output": list(text)})),
         "replicate, a string": ("replicate", json.dumps({**prediction, "output": text})),
-        "replicate, list": ("replicate", json.dumps({**prediction, "output": None} if not text else {"previous": None, "next": None, "results": [{**prediction, "output": [text]}]})),
+        "replicate, list": ("replicate", json.dumps({**prediction, "output": None} if not text else {"previous": None, "next": None, "results": [{**prediction, "output": [text]}]})),  # noqa: E501
         "cog": ("replicate", json.dumps({"status": "succeeded", "output": text})),
         "predictions": ("results", json.dumps({"predictions": [text]})),
         "output": ("results", json.dumps({"output": text})),
-        "replicate stream": ("text events", "".join(f"event: output\nid: {i}:0\ndata: {c}\n\n" for i, c in enumerate(text)) + "event: done\ndata: {}\n"),
-        "ai sdk result": ("plain", json.dumps({"text": text, "finishReason": "stop", "usage": {}, "steps": []})),
-        "replicate stream with ids first": ("text events", f"id: 1:0\nevent: output\ndata: {text}\n\nid: 2:0\nevent: done\ndata: {{}}\n"),
-        "text events": ("text events", ("".join(f"data: {w}\n\n" for w in re.findall(r".\S*|\s", text)) or "data: \n\ndata: \n\n") + "data: [DONE]\n\n"),
+        "replicate stream": ("text events", "".join(f"event: output\nid: {i}:0\ndata: {c}\n\n" for i, c in enumerate(text)) + "event: done\ndata: {}\n"),  # noqa: E501
+        "ai sdk result": ("plain", json.dumps({"text": text, "finishReason": "stop", "usage": {}, "steps": []})),  # noqa: E501
+        "replicate stream with ids first": ("text events", f"id: 1:0\nevent: output\ndata: {text}\n\nid: 2:0\nevent: done\ndata: {{}}\n"),  # noqa: E501
+        "text events": ("text events", ("".join(f"data: {w}\n\n" for w in re.findall(r".\S*|\s", text)) or "data: \n\ndata: \n\n") + "data: [DONE]\n\n"),  # noqa: E501
         "webui": ("results", json.dumps({"results": [{"text": text}]})),
-        "webui chat": ("text-generation-webui", json.dumps({"results": [{"history": {"internal": [["Hi", text]], "visible": [["Hi", text]]}}]})),
-        "webui log": ("text-generation-webui", json.dumps({"internal": [["Hi", text]], "visible": [["Hi", text]]}, indent=4)),
-        "webui stream": ("text-generation-webui", lines(*({"event": "text_stream", "message_num": i, "text": c} for i, c in enumerate(text)), {"event": "stream_end", "message_num": len(text)})),
-        "webui chat stream": ("text-generation-webui", lines(*({"event": "text_stream", "message_num": i, "history": {"internal": [["Hi", text[: i + 1]]]}} for i in range(len(text))), {"event": "stream_end", "message_num": len(text)})),
-        "lm-eval": ("lm-eval", lines({**sample, "resps": [[text]], "filtered_resps": ["7"], "filter": "strict"}, {**sample, "resps": [[text]], "filtered_resps": ["8"], "filter": "loose"})),
+        "webui chat": ("text-generation-webui", json.dumps({"results": [{"history": {"internal": [["Hi", text]], "visible": [["Hi", text]]}}]})),  # noqa: E501
+        "webui log": ("text-generation-webui", json.dumps({"internal": [["Hi", text]], "visible": [["Hi", text]]}, indent=4)),  # noqa: E501
+        "webui stream": ("text-generation-webui", lines(*({"event": "text_stream", "message_num": i, "text": c} for i, c in enumerate(text)), {"event": "stream_end", "message_num": len(text)})),  # noqa: E501
+        "webui chat stream": ("text-generation-webui", lines(*({"event": "text_stream", "message_num": i, "history": {"internal": [["Hi", text[: i + 1]]]}} for i in range(len(text))), {"event": "stream_end", "message_num": len(text)})),  # noqa: E501
+        "lm-eval": ("lm-eval", lines({**sample, "resps": [[text]], "filtered_resps": ["7"], "filter": "strict"}, {**sample, "resps": [[text]], "filtered_resps": ["8"], "filter": "loose"})),  # noqa: E501
         "lm-eval, filtered": ("lm-eval", lines({**sample, "filtered_resps": [text]})),
         "plain stream": ("records", sse({"token": ""}, *({"token": c} for c in text))),
     }
@@ -219,7 +221,7 @@ def test_every_form_is_unpacked_and_graded(tmp_path: Path, form: str) -> None:
     '{"id": "p", "status": "failed", "output": null, "error": "CUDA out of memory"}',
     '{"id": "p", "status": "succeeded", "output": [{"image": "a.png"}], "urls": {}}',
     '{"results": []}', '{"predictions": []}', '{"output": null, "model": "m"}',
-    '{"doc_id": 3, "target": "1", "resps": [[["-1.5", "False"]], [["-0.5", "True"]]], "filtered_resps": [["-1.5", "False"]]}',
+    '{"doc_id": 3, "target": "1", "resps": [[["-1.5", "False"]], [["-0.5", "True"]]], "filtered_resps": [["-1.5", "False"]]}',  # noqa: E501
     '{"doc_id": 3, "doc": {}, "resps": [], "filtered_resps": []}',
     '{"results": {"gsm8k": {"exact_match": 0.5}}, "configs": {"gsm8k": {}}}',
     parts(("f", {"messageId": "m"})), parts(("3", "the model is overloaded")),
@@ -234,7 +236,7 @@ def test_what_holds_no_answer_is_not_examined(written: str) -> None:
 
 
 @pytest.mark.parametrize("written", [
-    "A reply looks like this:\n\n```json\n" + json.dumps({"choices": [{"message": {"content": "Hi"}}]}) + "\n```\n\nThat is all.",
+    "A reply looks like this:\n\n```json\n" + json.dumps({"choices": [{"message": {"content": "Hi"}}]}) + "\n```\n\nThat is all.",  # noqa: E501
     "Events look like this:\n\ndata: {\"a\": 1}\n\ndata: [DONE]\n\nand the client joins them.",
     '{"question": "Which?", "choices": ["a", "b"]}',
     "{'city': 'Oslo', 'country': 'Norway'}",

@@ -1,4 +1,6 @@
-"""Kinds of faults that people paste, and sane text that looks like them: both sides of each rule."""
+"""Kinds of faults that people paste, and sane text that looks like them: both sides of
+each rule.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def test_parts_of_calls_and_invented_results_are_leaks(text: str) -> None:
     "text",
     [
         "The model closes a call with the tag </tool_call>, which the parser takes away.",
-        "Hermes writes calls so:\n\n```\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n```\n",
+        "Hermes writes calls so:\n\n```\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n```\n",  # noqa: E501
         "Each answer of the XML format ends like this: <tool_result>ok</tool_result> for success.",
         'The body is {"role": "assistant", "tool_calls": []} when nothing is called.',
         'Send this:\n\n```json\n{"role":"assistant","tool_calls":[{"arguments":"{}"}]}\n```\n',
@@ -140,7 +142,7 @@ def test_marks_of_a_tokenizer_between_sentences() -> None:
     "text",
     [
         "Kifak ya 7abibi? Sho 3am ta3mel hal2? Ana ray7a 3al souk ma3 okhti, w ba3den 7a nerja3 3al"
-        " beit. Law baddak teje ma3na, 2oulli abel el sa3a 5. Ma tensa tjib ma3ak 2akel w chi 7elo.",
+        " beit. Law baddak teje ma3na, 2oulli abel el sa3a 5. Ma tensa tjib ma3ak 2akel w chi 7elo.",  # noqa: E501
         "Jin1tian1 wo3 qu4 shu1dian4 mai3 shu1. Shu1dian4 hen3 da4, ren2 hen3 duo1. Wo3 mai3 le5"
         " liang3 ben3 shu1, yi1 ben3 gei3 ma1ma5, yi1 ben3 gei3 wo3 zi4ji3. Ran2hou4 hui2jia1.",
         "\n".join(
@@ -161,7 +163,7 @@ def test_marks_of_a_tokenizer_between_sentences() -> None:
         "Ten phrases in Dothraki:\n\n"
         "1. M'athchomaroon – Hello, with respect\n2. Hash yer dothrae chek? – How are you?\n"
         "3. Anha zhilak yera – I love you\n4. Me nem nesa – It is known\n"
-        "5. Fonas chek – Hunt well, goodbye\n6. Yer shekh ma shieraki anni – You are my sun and stars\n"
+        "5. Fonas chek – Hunt well, goodbye\n6. Yer shekh ma shieraki anni – You are my sun and stars\n"  # noqa: E501
         "7. San athchomari yeraan – Much honour to you\n8. Athdavrazar – Excellent\n",
     ],
 )

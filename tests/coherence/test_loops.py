@@ -68,8 +68,8 @@ def test_a_whole_reply_of_two_or_three_characters(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["haha" * 6, "ha ha ha ha ha ha", "-=" * 12, "*-" * 12, "()" * 9, "0101010101010101", "x x x x x x x x", "A, B, A, B, A, B",
-     "no no no no no no", "~*" * 10, "<>" * 8, "lalalalalala", "yesyesyes", "哈哈哈哈哈哈哈哈哈", "🎉🎊" * 8],
+    ["haha" * 6, "ha ha ha ha ha ha", "-=" * 12, "*-" * 12, "()" * 9, "0101010101010101", "x x x x x x x x", "A, B, A, B, A, B",  # noqa: E501
+     "no no no no no no", "~*" * 10, "<>" * 8, "lalalalalala", "yesyesyes", "哈哈哈哈哈哈哈哈哈", "🎉🎊" * 8],  # noqa: E501
 )  # fmt: skip
 def test_short_replies_that_someone_may_have_asked_for(text: str) -> None:
     assert grade(text).label is Label.OK

@@ -80,7 +80,7 @@ READS = {
 WRITES = {
     "sqlite": "import sqlite3; sqlite3.connect('{dir}/new.db').execute('create table t(a)')",
     "sqlite drops a table": (
-        "import sqlite3; c = sqlite3.connect('{dir}/kept.db'); c.execute('drop table t'); c.commit()"
+        "import sqlite3; c = sqlite3.connect('{dir}/kept.db'); c.execute('drop table t'); c.commit()"  # noqa: E501
     ),
     "sqlite attaches": (
         "import sqlite3; sqlite3.connect(':memory:').execute(\"attach '{dir}/new.db' as n\")"
@@ -97,7 +97,7 @@ WRITES = {
     "mkfifo": "import os; os.mkfifo('{dir}/fifo')",
     "mknod": "import os, stat; os.mknod('{dir}/node', stat.S_IFREG | 0o600)",
     "a device": "import os, stat; os.mknod('{dir}/disk', stat.S_IFBLK | 0o600, os.makedev(8, 0))",
-    "shm_open": "import _posixshmem, os; _posixshmem.shm_open('/assay-pwn', os.O_CREAT | os.O_RDWR, 384)",
+    "shm_open": "import _posixshmem, os; _posixshmem.shm_open('/assay-pwn', os.O_CREAT | os.O_RDWR, 384)",  # noqa: E501
     "a semaphore": (
         "import _multiprocessing as m; m.SemLock(1, 1, 1, '/assay-sem', False); print('escaped')"
     ),
@@ -157,7 +157,7 @@ REACHES = {
     "a session": "import posix; posix.setsid(); print('escaped')",
     "the host's name": "import _socket; _socket.sethostname('pwned'); print('escaped')",
     "ptrace": (
-        "import ctypes; print('escaped' if ctypes.CDLL(None).ptrace(16, {parent}, 0, 0) == 0 else 0)"
+        "import ctypes; print('escaped' if ctypes.CDLL(None).ptrace(16, {parent}, 0, 0) == 0 else 0)"  # noqa: E501
     ),
     "ptrace without the guard": (
         "import gc\n"
@@ -165,7 +165,7 @@ REACHES = {
         "    if getattr(f, '__name__', '') == '_guard': f.__code__ = (lambda *a, **k: 0).__code__\n"
         "import ctypes\nlibc = ctypes.CDLL(None)\n"
         "calls = [libc.ptrace(16, {parent}, 0, 0), libc.unshare(0x10000000), libc.fork(),\n"
-        "         libc.socket(2, 1, 0), libc.kill({parent}, 0), libc.mount(b'x', b'/', b't', 0, 0),\n"
+        "         libc.socket(2, 1, 0), libc.kill({parent}, 0), libc.mount(b'x', b'/', b't', 0, 0),\n"  # noqa: E501
         "         libc.syscall(425, 1, 0), libc.syscall(321, 0, 0, 0), libc.syscall(250, 0, 0)]\n"
         "print('escaped' if any(c >= 0 for c in calls) else calls); raise SystemExit(1)"
     ),

@@ -13,7 +13,9 @@ from assay.coherence.streaming import STRIDE, TAIL, StreamingGrader
 
 
 def feed(text: str, seed: int = 0, widest: int = 9) -> tuple[StreamingGrader, int | None]:
-    """Push `text` in random pieces; also how much had been pushed when a fault was first reported."""
+    """Push `text` in random pieces; also how much had been pushed when a fault was first
+    reported.
+    """
     rng = random.Random(seed)
     grader, at, seen = StreamingGrader(), 0, None
     while at < len(text):

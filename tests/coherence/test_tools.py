@@ -177,10 +177,10 @@ SCHEMA = {
 @pytest.mark.parametrize(
     ("value", "valid"),
     [
-        ({"a": 1}, True), ({"a": None}, True), ({"a": -2.0, "b": ["x"], "c": 3.0}, True), ({"a": 0, "b": ["", "z"]}, True),
-        ({}, False), ([], False), (None, False), ({"a": True}, False), ({"a": 2.1}, False), ({"a": "1"}, False),
-        ({"a": 1, "b": []}, False), ({"a": 1, "b": ["a", "b", "c"]}, False), ({"a": 1, "b": ["A"]}, False),
-        ({"a": 1, "c": 2}, False), ({"a": 1, "c": 1.5}, False), ({"a": 1, "d": 1}, False), ({"a": float("inf")}, False),
+        ({"a": 1}, True), ({"a": None}, True), ({"a": -2.0, "b": ["x"], "c": 3.0}, True), ({"a": 0, "b": ["", "z"]}, True),  # noqa: E501
+        ({}, False), ([], False), (None, False), ({"a": True}, False), ({"a": 2.1}, False), ({"a": "1"}, False),  # noqa: E501
+        ({"a": 1, "b": []}, False), ({"a": 1, "b": ["a", "b", "c"]}, False), ({"a": 1, "b": ["A"]}, False),  # noqa: E501
+        ({"a": 1, "c": 2}, False), ({"a": 1, "c": 1.5}, False), ({"a": 1, "d": 1}, False), ({"a": float("inf")}, False),  # noqa: E501
     ],
 )  # fmt: skip
 def test_validity(value: Any, valid: bool) -> None:
@@ -190,8 +190,8 @@ def test_validity(value: Any, valid: bool) -> None:
 @pytest.mark.parametrize(
     ("value", "want", "equal"),
     [
-        (3, 3.0, True), (True, 1, False), (1, True, False), (None, None, True), (0, None, False), ("e\u0301", "é", True),
-        (" x ", "x", True), ("X", "x", False), ([1, 2], [2, 1], False), ({"a": 1}, {"a": 1, "b": 2}, False),
+        (3, 3.0, True), (True, 1, False), (1, True, False), (None, None, True), (0, None, False), ("e\u0301", "é", True),  # noqa: E501
+        (" x ", "x", True), ("X", "x", False), ([1, 2], [2, 1], False), ({"a": 1}, {"a": 1, "b": 2}, False),  # noqa: E501
         (18.4, 18.40, True), (18.41, 18.4, False),
     ],
 )  # fmt: skip

@@ -115,7 +115,7 @@ LEFT_ALONE = {
         " Arabic: مرحبا\n- Thai: สวัสดี\n"
     ),
     "technical chinese": (
-        "我们用 Python 写了一个 API 服务，部署在 Kubernetes 上，用 Redis 做缓存，用 PostgreSQL 存数据。"
+        "我们用 Python 写了一个 API 服务，部署在 Kubernetes 上，用 Redis 做缓存，用 PostgreSQL 存数据。"  # noqa: E501
     ),
     "comments": (
         "def load(path):\n    # 读取文件 and 返回列表\n    data = open(path).read()\n    # 分割"

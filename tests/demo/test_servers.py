@@ -36,7 +36,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.end_headers(); self.wfile.write(b'{{"choices": [{{"text": "!"}}]}}')
     def log_message(self, *a): pass
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(autouse=True)

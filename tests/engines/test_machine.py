@@ -182,9 +182,9 @@ def test_free_memory_within_a_limit_of_the_older_kind(computer: Machine) -> None
     ("error", "ran_out"),
     [
         (MemoryError(), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"), True),  # noqa: E501
         (RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB."), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),  # noqa: E501
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("out of memory"), False),
     ],

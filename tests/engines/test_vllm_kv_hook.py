@@ -1,4 +1,6 @@
-"""Hooks on K and V against attention written as vLLM writes it: shared RoPE in place, packed heads."""
+"""Hooks on K and V against attention written as vLLM writes it: shared RoPE in place,
+packed heads.
+"""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ BF16_LOGIT = 2.0**-3
 
 def same(found: dict[str, Any], inside: dict[str, Any]) -> None:
     """The same numbers but for their last bits: a kernel may share its sums out among cores in
-    another way. Rounding moves a logit by at most half a unit, and a KL is about half the variance of
-    that; what a small change of V does is ten times larger on the average.
+    another way. Rounding moves a logit by at most half a unit, and a KL is about half the variance
+    of that; what a small change of V does is ten times larger on the average.
     """
     assert found["max"] <= BF16_LOGIT**2 / 12 / 2
     assert found["mean"] <= inside["scaled_v"]["mean"] / 10

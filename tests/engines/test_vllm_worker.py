@@ -205,7 +205,7 @@ class Core:
 
 wire.VllmCore.start = lambda spec: Core()
 wire.main()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Bounds of KL from a few ids: against the whole distributions, for any distributions and any ids."""
+"""Bounds of KL from a few ids: against the whole distributions, for any distributions and
+any ids.
+"""
 
 from __future__ import annotations
 

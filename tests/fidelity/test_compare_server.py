@@ -81,7 +81,9 @@ def stub() -> Iterator[StubServer]:
 
 
 def given_ids(shift: float, best: bool = False) -> Any:
-    """vLLM's route for ids that the caller chooses, and with `best` its own likeliest beside them."""
+    """vLLM's route for ids that the caller chooses, and with `best` its own likeliest
+    beside them.
+    """
 
     def answer(e: Exchange) -> None:
         rows = e.body["sampling_params"]["prompt_logprob_token_ids"]

@@ -1,4 +1,6 @@
-"""llama.cpp's own llama-perplexity writes a file that assay reads, and reads one that assay wrote."""
+"""llama.cpp's own llama-perplexity writes a file that assay reads, and reads one that
+assay wrote.
+"""
 
 from __future__ import annotations
 

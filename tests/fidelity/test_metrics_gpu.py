@@ -26,7 +26,9 @@ ROWS = (*torch.randn(2, 6, 800, generator=torch.Generator().manual_seed(2)), tor
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module with its decision; where Triton is not installed, a stand-in lets it be imported."""
+    """The module with its decision; where Triton is not installed, a stand-in lets it be
+    imported.
+    """
     monkeypatch.delenv("ASSAY_NO_TRITON", raising=False)
     try:
         import triton  # noqa: F401

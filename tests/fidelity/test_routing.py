@@ -128,7 +128,7 @@ def test_what_is_read_is_top_k_of_the_routers_logits(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "job", [ScoreJob(batch=2), ScoreJob(ScoringPath.DECODE, scored_from=20), ScoreJob(ScoringPath.CHUNKED, 9, 5)]
+    "job", [ScoreJob(batch=2), ScoreJob(ScoringPath.DECODE, scored_from=20), ScoreJob(ScoringPath.CHUNKED, 9, 5)]  # noqa: E501
 )  # fmt: skip
 def test_forcing_its_own_routing_changes_nothing_and_another_does(
     models: Path, kind: str, job: ScoreJob

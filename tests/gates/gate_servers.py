@@ -63,7 +63,9 @@ class Right:
 
 
 def _value(case: Case) -> Any:
-    """A right answer: the expected values, and of what else is required one that fits its schema."""
+    """A right answer: the expected values, and of what else is required one that fits its
+    schema.
+    """
     known = case.schema["properties"]
     return {name: _fitting(known[name]) for name in case.schema["required"]} | dict(case.expect)
 

@@ -142,8 +142,8 @@ class Strange(BaseHTTPRequestHandler):
 @pytest.mark.parametrize(
     "body",
     [
-        b"\x00\xff" * 500, b"HTTP/1.1 200 OK\r\n\r\n[[[[", b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\n{",
-        b'HTTP/1.1 200 OK\r\n\r\n{"data": [{"id": {"a": 1}}]}', b"HTTP/1.1 999 Strange\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"\x00\xff" * 500, b"HTTP/1.1 200 OK\r\n\r\n[[[[", b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\n{",  # noqa: E501
+        b'HTTP/1.1 200 OK\r\n\r\n{"data": [{"id": {"a": 1}}]}', b"HTTP/1.1 999 Strange\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",  # noqa: E501
     ],
 )  # fmt: skip
 def test_a_watch_never_dies_of_what_a_server_sends(

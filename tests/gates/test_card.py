@@ -273,9 +273,9 @@ def test_one_of_several_candidates_is_named(here: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "3", "{}", "[" * 100_000, '{"schema": "assay/2"}', '{"schema": "assay/1", "command": "demo"}',
-     '{"schema": "assay/1", "command": "compare", "verdict": "fine", "exit_code": 0, "results": {}, "subject": {}}',
-     '{"schema": "assay/1", "command": "compare", "verdict": "pass", "exit_code": 0, "results": 3, "subject": {}}'],
+    ["", "3", "{}", "[" * 100_000, '{"schema": "assay/2"}', '{"schema": "assay/1", "command": "demo"}',  # noqa: E501
+     '{"schema": "assay/1", "command": "compare", "verdict": "fine", "exit_code": 0, "results": {}, "subject": {}}',  # noqa: E501
+     '{"schema": "assay/1", "command": "compare", "verdict": "pass", "exit_code": 0, "results": 3, "subject": {}}'],  # noqa: E501
 )  # fmt: skip
 def test_what_is_no_report_is_refused_in_one_line(here: Path, content: str) -> None:
     (here / "result.json").write_text(content)

@@ -116,9 +116,9 @@ def test_the_pack_is_an_engine_and_the_server_the_candidate() -> None:
         ({"check": {}}, "[check] has nothing to examine: [subject] names no server"),
         ({"verify": {}}, "names no checkpoint"),
         ({"spec": {}}, "names no logs and no server"),
-        ({"subject": {"serve": "x"}, "check": {}}, "[subject]: unknown option 'serve', the nearest is 'server'"),
+        ({"subject": {"serve": "x"}, "check": {}}, "[subject]: unknown option 'serve', the nearest is 'server'"),  # noqa: E501
         ({"subject": {"server": 8000}, "check": {}}, "server = 8000: not a text"),
-        ({"subject": SERVER, "check": {"sampels": 3}}, "[check]: unknown option 'sampels', the nearest is 'samples'"),
+        ({"subject": SERVER, "check": {"sampels": 3}}, "[check]: unknown option 'sampels', the nearest is 'samples'"),  # noqa: E501
         ({"subject": SERVER, "check": {"samples": "3"}}, "samples = '3': not a whole number"),
         ({"subject": SERVER, "check": {"samples": True}}, "samples = True: not a whole number"),
         ({"subject": SERVER, "check": {"samples": 0}}, "samples must be at least 1"),
@@ -129,22 +129,22 @@ def test_the_pack_is_an_engine_and_the_server_the_candidate() -> None:
         ({"subject": SERVER, "check": {"min_tokens_per_s": "30 tok/s"}}, "not a number"),
         ({"subject": SERVER, "check": {"min_tokens_per_s": -1}}, "at least 0"),
         ({"subject": SERVER, "check": {"min_tokens_per_s": float("nan")}}, "at least 0"),
-        ({"subject": SERVER, "tools": {"min_right": "many"}}, "neither a percentage nor a fraction"),
+        ({"subject": SERVER, "tools": {"min_right": "many"}}, "neither a percentage nor a fraction"),  # noqa: E501
         ({"subject": SERVER, "tools": {"min_right": 90}}, "at most 1"),
         ({"subject": SERVER, "tools": {"probe": "fact"}}, "has no place in a contract"),
         ({"subject": SERVER, "spec": {"follow": True}}, "follow: it has no place in a contract"),
         ({"subject": SERVER, "compare": {}}, "[compare] needs a reference"),
         ({"reference": {"engine": "hf:a"}, "compare": {}}, "names no engine and no server"),
-        ({"subject": SERVER, "reference": {"engine": "hf:a"}, "compare": {"windws": 1}}, "nearest is 'windows'"),
-        ({"subject": SERVER, "reference": {"engine": "hf:a"}, "compare": {"reference": "hf:b"}}, "the gate gives it"),
-        ({"subject": SERVER, "reference": {"engine": "hf:a", "pack": "b"}, "compare": {}}, "an engine and a pack"),
-        ({"subject": SERVER, "reference": {"engine": "hf:a"}, "compare": {"margin_ppl": "5%"}}, "must satisfy"),
-        ({"subject": SERVER, "reference": {"engine": "hf:a", "key": "k"}, "compare": {}}, "belong to a pack"),
+        ({"subject": SERVER, "reference": {"engine": "hf:a"}, "compare": {"windws": 1}}, "nearest is 'windows'"),  # noqa: E501
+        ({"subject": SERVER, "reference": {"engine": "hf:a"}, "compare": {"reference": "hf:b"}}, "the gate gives it"),  # noqa: E501
+        ({"subject": SERVER, "reference": {"engine": "hf:a", "pack": "b"}, "compare": {}}, "an engine and a pack"),  # noqa: E501
+        ({"subject": SERVER, "reference": {"engine": "hf:a"}, "compare": {"margin_ppl": "5%"}}, "must satisfy"),  # noqa: E501
+        ({"subject": SERVER, "reference": {"engine": "hf:a", "key": "k"}, "compare": {}}, "belong to a pack"),  # noqa: E501
         ({"subject": SERVER, "identity": {}}, "[identity] needs a reference"),
-        ({"subject": SERVER, "determinism": {"samples": 3}}, "[determinism] takes no keys, and has samples"),
-        ({"subject": SERVER, "check": {"identity": "x.json"}}, "[check]: identity: it has no place"),
-        ({"subject": SERVER, "check": {"determinism": True}}, "[check]: determinism: it has no place"),
-        ({"subject": SERVER, "tools": {"identity-out": "x"}}, "[tools]: identity_out: it has no place"),
+        ({"subject": SERVER, "determinism": {"samples": 3}}, "[determinism] takes no keys, and has samples"),  # noqa: E501
+        ({"subject": SERVER, "check": {"identity": "x.json"}}, "[check]: identity: it has no place"),  # noqa: E501
+        ({"subject": SERVER, "check": {"determinism": True}}, "[check]: determinism: it has no place"),  # noqa: E501
+        ({"subject": SERVER, "tools": {"identity-out": "x"}}, "[tools]: identity_out: it has no place"),  # noqa: E501
         ({"subject": SERVER, "reference": {"pakc": "a"}, "check": {}}, "the nearest is 'pack'"),
     ],
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""The gate: every part is run and judged, exit codes follow, nothing passes that was not examined."""
+"""The gate: every part is run and judged, exit codes follow, nothing passes that was not
+examined.
+"""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_server_that_no_longer_scores_is_watched_by_its_tokens_from_then_on() 
         (text("[" * 100_000), State.BROKEN),
         (text("null"), State.BROKEN),
         (text('{"choices": [7]}'), State.BROKEN),
-        (text('{"choices": [{"text": 7, "message": {"content": ["x"]}, "logprobs": {"token_logprobs": "x"}}]}'), State.BROKEN),
+        (text('{"choices": [{"text": 7, "message": {"content": ["x"]}, "logprobs": {"token_logprobs": "x"}}]}'), State.BROKEN),  # noqa: E501
         (text("\x00\xff", kind="application/json"), State.BROKEN),
         (healthy(chunks=("!" * 40,)), State.BROKEN),
         (healthy(chunks=("",)), State.BROKEN),

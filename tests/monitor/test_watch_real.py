@@ -1,4 +1,6 @@
-"""A real vLLM under watch: healthy, stopped, broken; and what identity and determinism say of it."""
+"""A real vLLM under watch: healthy, stopped, broken; and what identity and determinism
+say of it.
+"""
 
 from __future__ import annotations
 

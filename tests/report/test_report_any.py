@@ -276,7 +276,7 @@ def test_every_attack_is_shown_as_text_in_the_page():
         Report("check", Verdict.FAIL, {"model": ATTACKS[0]}, (finding,), blocks=quotes)
     )
     shown = "".join(check_page(page).text)
-    for text in ("<script>alert(1)</script>", "</pre></details></main><h1>PASS</h1>", "⟨ESC⟩[31mred", "nul⟨NUL⟩bell⟨BEL⟩",
+    for text in ("<script>alert(1)</script>", "</pre></details></main><h1>PASS</h1>", "⟨ESC⟩[31mred", "nul⟨NUL⟩bell⟨BEL⟩",  # noqa: E501
                  "⟨U+202E⟩gnol", "{{ 7*7 }}", "日本語のテキスト", "👩‍👩‍👧‍👦"):  # fmt: skip
         assert text in shown
     assert "<script" not in page

@@ -99,7 +99,7 @@ def test_the_value_axis_holds_intervals_and_bands_and_bars_stand_on_zero():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0"), (1.0, "1"), (0.123456, "0.1235"), (1234.5, "1,234"), (123456789, "123,456,789"), (1e-9, "1e-09"),
+    [(0.0, "0"), (1.0, "1"), (0.123456, "0.1235"), (1234.5, "1,234"), (123456789, "123,456,789"), (1e-9, "1e-09"),  # noqa: E501
      (2e12, "2e+12"), (math.inf, "∞"), (-math.inf, "−∞"), (math.nan, "n/a"), (-1500, "-1,500")],
 )  # fmt: skip
 def test_numbers_for_people(value, text):

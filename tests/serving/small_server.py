@@ -33,7 +33,7 @@ Bridges need joints because metal grows in the heat of summer and shrinks again 
 A seed takes up water, swells, breaks its shell and sends a root down into the dark soil.
 A good map leaves out most of what is there and shows clearly what the traveller needs.
 Glaciers grind the valley under them and leave long hills of gravel where they once ended.
-The baker opens the shop at six, and the first customers are usually on their way to work."""
+The baker opens the shop at six, and the first customers are usually on their way to work."""  # noqa: E501
 NONSENSE = (
     "Ärger 的 function() 是 \\u лес }; くん über_of 마 setTimeout ||= ия 把 ∂x Ausg ਕ return ไม่ ।"
 )

@@ -61,7 +61,7 @@ def test_an_option_with_override_in_its_name_is_not_ignored_for_that(
 @pytest.mark.parametrize(
     ("facts", "took", "says"),
     [
-        ({"prefix_hits": 640.0, "prefix_same": True}, True, "took 640 tokens from the prefix cache and got the same answer"),
+        ({"prefix_hits": 640.0, "prefix_same": True}, True, "took 640 tokens from the prefix cache and got the same answer"),  # noqa: E501
         ({"prefix_hits": 0.0, "prefix_same": True}, False, "took 0 tokens"),
         ({}, None, "nothing"),
     ],

@@ -110,7 +110,7 @@ Speedup ratio:  2.45  (EAGLE-2 speculative decoding)
     ),
     Sample(
         "MLX",
-        "Speculative decoding with draft model Qwen-0.6B\nGeneration: 512 tokens, 71.2 tokens-per-sec\n"
+        "Speculative decoding with draft model Qwen-0.6B\nGeneration: 512 tokens, 71.2 tokens-per-sec\n"  # noqa: E501
         "Draft acceptance rate: 71.4% (365/511)\n",
         0,
         accepted=365,
@@ -186,7 +186,7 @@ Speedup ratio:  2.45  (EAGLE-2 speculative decoding)
     ),
     Sample(
         "a dead draft as a table",
-        "| engine | accepted draft tokens | draft tokens |\n|---|---|---|\n| vLLM MTP | 0 | 4200 |\n",
+        "| engine | accepted draft tokens | draft tokens |\n|---|---|---|\n| vLLM MTP | 0 | 4200 |\n",  # noqa: E501
         1,
         accepted=0,
         drafted=4200,
@@ -195,11 +195,11 @@ Speedup ratio:  2.45  (EAGLE-2 speculative decoding)
 
 UNRELATED = (
     "vllm speculative tokens\nGPU KV cache usage: 0.4%, Prefix cache hit rate: 12.0%, tokens: 4\n",
-    "| fruit | price (EUR) | accepted |\n|---|---|---|\n| apple | 2.10 | 14 |\n| pear | 1.90 | 9 |\n",
-    "| university | applicants | acceptance rate |\n|---|---|---|\n| A | 41,020 | 6.1% |\n| B | 900 | 71% |\n",
+    "| fruit | price (EUR) | accepted |\n|---|---|---|\n| apple | 2.10 | 14 |\n| pear | 1.90 | 9 |\n",  # noqa: E501
+    "| university | applicants | acceptance rate |\n|---|---|---|\n| A | 41,020 | 6.1% |\n| B | 900 | 71% |\n",  # noqa: E501
     "city;rain (mm);length of day (h)\nRome;12;9.2\nOslo;40;6.1\n",
     '{"orders": {"accepted": 40, "rejected": 12, "drafts": 9}, "rate": 0.4}',
-    "| round | team | draft pick | position |\n|---|---|---|---|\n| 1 | Bears | 9 | 3 |\n| 2 | Lions | 41 | 1 |\n",
+    "| round | team | draft pick | position |\n|---|---|---|---|\n| 1 | Bears | 9 | 3 |\n| 2 | Lions | 41 | 1 |\n",  # noqa: E501
     "============ Serving Benchmark Result ============\nSuccessful requests: 1000\n"
     "Total generated tokens: 204113\nOutput token throughput (tok/s): 1893.11\n"
     "Mean TTFT (ms): 88.20\nMean TPOT (ms): 17.31\n",

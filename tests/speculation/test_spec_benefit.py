@@ -91,7 +91,9 @@ def test_newcombe_against_the_published_example() -> None:
 
 
 def test_interval_with_clusters_covers() -> None:
-    """Windows whose own rates vary: the widened interval holds the mean about as often as it says."""
+    """Windows whose own rates vary: the widened interval holds the mean about as often as
+    it says.
+    """
     rng = np.random.default_rng(1)
     held, plain = 0, 0
     for _ in range(400):

@@ -67,7 +67,7 @@ INFO 03-04 10:00:01 [x.py:1] Initializing engine, speculative_config=Speculative
 WARNING 03-04 10:00:05 [q.py:9] mtp.layers.0.mlp.gate_up_proj.weight_packed not found in params_dict, skip loading
 WARNING 03-04 10:00:05 [q.py:9] mtp.fc.weight_packed not found in params_dict, skip loading
 WARNING 03-04 10:00:05 [q.py:9] visual.blocks.0.norm.weight not found in params_dict, skip loading
-"""
+"""  # noqa: E501
 
 
 def test_what_was_seen_comes_before_what_is_usual() -> None:

@@ -318,12 +318,12 @@ def test_aggregates_after_a_table_are_not_added() -> None:
 @pytest.mark.parametrize(
     ("document", "engine", "accepted", "drafted"),
     [
-        ({"stats": {"total_draft_tokens_count": 90, "accepted_draft_tokens_count": 60, "rejected_draft_tokens_count": 30}}, "other", 60, 90),
+        ({"stats": {"total_draft_tokens_count": 90, "accepted_draft_tokens_count": 60, "rejected_draft_tokens_count": 30}}, "other", 60, 90),  # noqa: E501
         ({"runs": [{"proposedDraftTokens": 40, "acceptedDraftTokens": 30}]}, "other", 30, 40),
-        ({"usage": {"speculative_decoding": {"proposed_tokens": 50, "accepted_tokens": 20}}}, "other", 20, 50),
-        ({"choices": [{"speculate_metrics": {"accepted_tokens": 100, "rejected_tokens": 60, "accept_ratio": 0.5,
-                                             "accepted_tokens_per_head": [50, 30, 20]}}]}, "fastdeploy", 50, 110),
-        ({"speculative_decoding": {"verify_calls": 20, "accepted_by_depth": {"1": 15, "2": 9}, "drafted_by_depth": {"1": 20, "2": 20}}},
+        ({"usage": {"speculative_decoding": {"proposed_tokens": 50, "accepted_tokens": 20}}}, "other", 20, 50),  # noqa: E501
+        ({"choices": [{"speculate_metrics": {"accepted_tokens": 100, "rejected_tokens": 60, "accept_ratio": 0.5,  # noqa: E501
+                                             "accepted_tokens_per_head": [50, 30, 20]}}]}, "fastdeploy", 50, 110),  # noqa: E501
+        ({"speculative_decoding": {"verify_calls": 20, "accepted_by_depth": {"1": 15, "2": 9}, "drafted_by_depth": {"1": 20, "2": 20}}},  # noqa: E501
          "other", 24, None),
     ],
 )  # fmt: skip
@@ -373,9 +373,9 @@ def test_pages_of_other_engines() -> None:
 @pytest.mark.parametrize(
     ("key", "role"),
     [
-        ("totalDraftTokensCount", "drafted"), ("accepted_draft_tokens_count", "accepted"), ("Draft acceptance rate", "rate"),
-        ("Number of draft proposals", "drafts"), ("num_spec_tokens", "depth"), ("tok/cycle", "length"), ("rounds", "drafts"),
-        ("total_tokens", None), ("prompt_tokens", None), ("temperature", None), ("accepted_connections", None),
+        ("totalDraftTokensCount", "drafted"), ("accepted_draft_tokens_count", "accepted"), ("Draft acceptance rate", "rate"),  # noqa: E501
+        ("Number of draft proposals", "drafts"), ("num_spec_tokens", "depth"), ("tok/cycle", "length"), ("rounds", "drafts"),  # noqa: E501
+        ("total_tokens", None), ("prompt_tokens", None), ("temperature", None), ("accepted_connections", None),  # noqa: E501
     ],
 )  # fmt: skip
 def test_roles(key: str, role: str | None) -> None:

@@ -215,7 +215,9 @@ class TestOthers:
 
     @pytest.mark.parametrize("wrap", ["choice", "perf_metrics"])
     def test_tensorrt_requests(self, wrap: str) -> None:
-        """The block as responses carry it (with a histogram) and as `/perf_metrics` does (without)."""
+        """The block as responses carry it (with a histogram) and as `/perf_metrics` does
+        (without).
+        """
         own = {"acceptance_rate": 0.55, "total_accepted_draft_tokens": 33, "total_draft_tokens": 60}
         if wrap == "choice":
             own |= {

@@ -59,7 +59,7 @@ def test_every_reading_says_from_which_words_it_came(tmp_path: Path) -> None:
 
 
 def test_a_label_that_is_not_understood_is_quoted_and_not_guessed(tmp_path: Path) -> None:
-    text = "| draft-n-max | T/s | draft rate |\n|---|---|---|\n| 1 | 47.7 | 0.47 |\n| 2 | 45.5 | 0.31 |\n"
+    text = "| draft-n-max | T/s | draft rate |\n|---|---|---|\n| 1 | 47.7 | 0.47 |\n| 2 | 45.5 | 0.31 |\n"  # noqa: E501
     report = report_of(tmp_path, text)
     assert (report.results["health"], report.exit_code) == ("unknown", 3)
     assert any("draft rate" in u["line"] for u in report.results["unrecognised"])
@@ -96,7 +96,7 @@ def test_units_are_those_of_the_whole_column() -> None:
 
 
 def test_a_row_of_sums_is_not_added_to_what_it_sums() -> None:
-    rows = "| run | accepted draft tokens | draft tokens |\n|--|--|--|\n| a | 30 | 60 |\n| b | 50 | 90 |\n"
+    rows = "| run | accepted draft tokens | draft tokens |\n|--|--|--|\n| a | 30 | 60 |\n| b | 50 | 90 |\n"  # noqa: E501
     for last in ("| total | 80 | 150 |\n", "| both | 80 | 150 |\n"):
         page = read_page(rows + last)
         assert sum(o.counts.drafted or 0 for o in page.observations) == 150
@@ -186,7 +186,7 @@ WORDS = st.sampled_from(
     [
         "acceptance rate", "accept length", "draft tokens", "accepted", "position 0", "MTP", "τ",
         "position 5-2", "per position", "mean", "[", "]", "|", "61%", "1e999", "9" * 401, "0.5/0.2",
-        "1307/1944", "\n", "\t", ",", ":", "=", "of", "{", "}", "'", '"', "nan", "-1", "é", "\ud7ff",
+        "1307/1944", "\n", "\t", ",", ":", "=", "of", "{", "}", "'", '"', "nan", "-1", "é", "\ud7ff",  # noqa: E501
         "p99", "| --- |", "total", "tokens/step", "accept_lengths: [1, 2, 3]",
     ]
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """What llama.cpp's own server really wrote: log, `/metrics` and responses of SmolLM2 with drafts in
 known states.
 
-Recorded by benchmarks/spec/spec_llama_cpp.py; paths are replaced, and of each response only `timings` is
-kept.
+Recorded by benchmarks/spec/spec_llama_cpp.py; paths are replaced, and of each response only
+`timings` is kept.
 """
 
 from __future__ import annotations

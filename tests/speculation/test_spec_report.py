@@ -246,7 +246,7 @@ def test_a_checkpoint_is_examined_or_it_is_said_why_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--interval", "nan"), ("--interval", "inf"), ("--interval", "-1"), ("--requests", "-1"), ("--prompts", "0"),
+        ("--interval", "nan"), ("--interval", "inf"), ("--interval", "-1"), ("--requests", "-1"), ("--prompts", "0"),  # noqa: E501
         ("--samples", "-1"), ("--cost-ratio", "nan"), ("--for", "3"), ("--follow", "--for", "nan"),
         ("--follow", "--for", "-1"), ("--requests", "3"), ("--lossless", "http://127.0.0.1:9"),
     ],

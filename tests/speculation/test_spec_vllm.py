@@ -26,7 +26,7 @@ def test_wordings_without_positions_know_no_drafts(wording: str) -> None:
 
 
 def test_windows_are_summed_by_counts_not_by_rates() -> None:
-    # 86 % in a busy last window, 9 % in a long first one: the mean of the printed rates would be 47 %.
+    # 86 % in a busy last window, 9 % in a long first one: the mean of the printed rates would be 47 %.  # noqa: E501
     record = lines.read(lines.vllm_v1([90], 1000), lines.vllm_v1([86], 100)).record
     assert record.acceptance_rate == pytest.approx(176 / 1100)
     assert record.windows == 2

@@ -1,4 +1,6 @@
-"""The verdict is what the user should do: keep a speculation that pays, switch off one that costs."""
+"""The verdict is what the user should do: keep a speculation that pays, switch off one
+that costs.
+"""
 
 from __future__ import annotations
 

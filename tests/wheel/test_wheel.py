@@ -116,7 +116,7 @@ def test_every_verb_without_torch_works(core: Environment, stub: StubServer) -> 
         (["card", "gate.json", "--out", "card-of-gate"], {0}),
         (["doctor", "--lint", "--", "vllm", "serve", "model"], {0, 3}),
         (
-            ["doctor", "--command-template", small, "--fault-rate", "1", "--no-ladder", "--no-tools",
+            ["doctor", "--command-template", small, "--fault-rate", "1", "--no-ladder", "--no-tools",  # noqa: E501
              "--seconds", "5", "--budget", "4", "--bundle", "doctor.tar", "--", "--kv", "fp8"],
             {1},
         ),

@@ -1,4 +1,6 @@
-"""Where the texts of the corpus come from: one model, whole or damaged, and one way of sampling it."""
+"""Where the texts of the corpus come from: one model, whole or damaged, and one way of
+sampling it.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ What is scored is kept until the run ends, so an interrupted one goes on where i
 `--minutes` it interrupts itself before the first measurement that would begin after so long. Writes
 the report as JSON and its tables as Markdown after every stage; what a stage that was cut off has
 measured already stands in the report of the one before it, under `measured_further`.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

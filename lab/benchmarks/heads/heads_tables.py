@@ -330,7 +330,7 @@ def tables(rows: dict[str, Any], served: dict[str, Any], result: dict[str, Any])
         "### Prediction\n\n`assay spec --predict` multiplies the acceptance of position j (from 0)"
         f" by (1 − β · TV)^(j + 1).\nβ = {result['beta']:.2f}, fitted to the {fitted['rows']}"
         " simulated rows of"
-        f" {models[0]}{': the acceptance beside the unchanged target is the best prediction' if result['beta'] < 0.005 else ''}.\nErrors"
+        f" {models[0]}{': the acceptance beside the unchanged target is the best prediction' if result['beta'] < 0.005 else ''}.\nErrors"  # noqa: E501
         " on rows that were not fitted:\n\n"
     )
     cells = [

@@ -259,7 +259,7 @@ def markdown(document: dict[str, Any], path: Path) -> None:
         "",
         (
             f"SmolLM2-135M, {WINDOWS} windows of WikiText-2 test, {len(LAYERS)} layers, real"
-            " streams (`lab/benchmarks/kakeya/kakeya_recipe.py`). Error over variance, what attention makes"
+            " streams (`lab/benchmarks/kakeya/kakeya_recipe.py`). Error over variance, what attention makes"  # noqa: E501
             " of it, 95 % intervals by window."
         ),
         "",

@@ -17,7 +17,7 @@ accepted on its windows is measured again on N fresh ones, which took no part in
 
     python kv_codecs.py --model qwen15 --specs kv_fresh.specs --windows 64 --batch 16 --block 512 --text WIKI_TEST \
         --unseen results/kv_models_qwen15.json --unseen results/kv_fixed_qwen15.json --out results/kv_fresh_qwen15.json
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

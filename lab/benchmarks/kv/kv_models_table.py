@@ -215,7 +215,7 @@ def filled(text: str, found: Mapping[str, tuple[str, list[str]]]) -> str:
 
 
 def grid(
-    rows: Sequence[Row], columns: Sequence[Any], of: Callable[[Row], Any], name: Callable[[Any], Any],
+    rows: Sequence[Row], columns: Sequence[Any], of: Callable[[Row], Any], name: Callable[[Any], Any],  # noqa: E501
     ratio: Callable[[Row], float], models: Sequence[str] = (),
 ) -> Iterator[str]:  # fmt: skip
     """A line for each codec (and model) with its ratio, KL and grade in every column."""
@@ -230,7 +230,7 @@ def grid(
                 f"{ratio(found[c]):.2f}×, {brief(found[c])}" if c in found else "–" for c in columns
             ]
             yield (
-                f"| {' | '.join([*([NAMES[model]] if model else []), f'`{shorter(codec)}`', *cells])} |"
+                f"| {' | '.join([*([NAMES[model]] if model else []), f'`{shorter(codec)}`', *cells])} |"  # noqa: E501
             )
 
 

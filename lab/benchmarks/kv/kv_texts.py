@@ -27,11 +27,11 @@ from pathlib import Path
 
 # fmt: off
 EVALUATED = (
-    "argparse", "ast", "bdb", "calendar", "cgitb", "configparser", "csv", "dataclasses", "datetime", "_pydatetime",
-    "_pydecimal", "difflib", "dis", "doctest", "enum", "fractions", "ftplib", "functools", "gettext", "heapq", "imaplib",
-    "inspect", "ipaddress", "locale", "mailbox", "nntplib", "optparse", "os", "pathlib", "pdb", "pickle", "pickletools",
-    "platform", "plistlib", "posixpath", "profile", "pydoc", "random", "shutil", "smtplib", "socket", "ssl",
-    "statistics", "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "tokenize", "traceback",
+    "argparse", "ast", "bdb", "calendar", "cgitb", "configparser", "csv", "dataclasses", "datetime", "_pydatetime",  # noqa: E501
+    "_pydecimal", "difflib", "dis", "doctest", "enum", "fractions", "ftplib", "functools", "gettext", "heapq", "imaplib",  # noqa: E501
+    "inspect", "ipaddress", "locale", "mailbox", "nntplib", "optparse", "os", "pathlib", "pdb", "pickle", "pickletools",  # noqa: E501
+    "platform", "plistlib", "posixpath", "profile", "pydoc", "random", "shutil", "smtplib", "socket", "ssl",  # noqa: E501
+    "statistics", "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "tokenize", "traceback",  # noqa: E501
     "turtle", "typing", "uuid", "warnings", "weakref", "zipfile",
 )
 # fmt: on
@@ -119,7 +119,7 @@ def pack(folder: Path, site_packages: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (
         ("chat", chat()),
-        ("c", _mixed_files(site_packages, ("numpy/**/*.c", "numba/**/*.c"), Path("/usr/share/doc"), ("zlib1g-dev/**/*.c",))),
+        ("c", _mixed_files(site_packages, ("numpy/**/*.c", "numba/**/*.c"), Path("/usr/share/doc"), ("zlib1g-dev/**/*.c",))),  # noqa: E501
         ("json", _mixed_files(site_packages, ("pycountry/databases/*.json",))),
         ("chinese", chinese()),
     ):  # fmt: skip

@@ -129,7 +129,7 @@ def store(d: int, heads: int, batch: int, longest: int) -> float:
 
 
 def decode(
-    d: int, heads: int, group: int, batch: int, longest: int, promised: int = 0, dtype: str = "bfloat16", asm: bool = True, **how: int
+    d: int, heads: int, group: int, batch: int, longest: int, promised: int = 0, dtype: str = "bfloat16", asm: bool = True, **how: int  # noqa: E501
 ) -> float:  # fmt: skip
     usual, launch.ASM = dict(launch.DECODE[d]), asm
     launch.DECODE[d].update(how)
@@ -235,7 +235,7 @@ def cases(quick: bool) -> Iterator[tuple[Callable[..., float], dict[str, Any]]]:
             yield store, {"d": d, "heads": heads, "batch": batch, "longest": longest}
         one = {"d": d, "heads": h, "group": g}
         for batch, longest, promised in (
-            (1, 1, 0), (1, 4096, 0), (1, 16000, 16384), (2, 65, 16384), (8, 4096, 0), (64, 2000, 16384), (128, 700, 0), (3, 5000, 32768)
+            (1, 1, 0), (1, 4096, 0), (1, 16000, 16384), (2, 65, 16384), (8, 4096, 0), (64, 2000, 16384), (128, 700, 0), (3, 5000, 32768)  # noqa: E501
         ):  # fmt: skip
             yield decode, one | {"batch": batch, "longest": longest, "promised": promised}
         yield graph, one

@@ -355,7 +355,7 @@ def kernel(arguments: argparse.Namespace) -> None:
                         longest=16384,
                     )
 
-            def both(pages=pages, q=q, k=k, v=v, table=table, starts=starts, lengths=lengths, out=out, held=held, batch=batch, d=d,
+            def both(pages=pages, q=q, k=k, v=v, table=table, starts=starts, lengths=lengths, out=out, held=held, batch=batch, d=d,  # noqa: E501
                      positions=positions, slots=slots) -> None:  # fmt: skip
                 for one in pages:
                     turned = launch.prepare(

@@ -88,13 +88,13 @@ def full_device(engine: Tiny) -> None:
     [
         (nan_keys, {}, "fidelity.nonfinite", "not finite"),
         (nan_keys, {"mode": "inforward"}, "fidelity.nonfinite", "not finite"),
-        (lambda engine: None, {"length": 4096}, "fidelity.window_too_long", "4,096 tokens are longer than the 2,048 positions"),
+        (lambda engine: None, {"length": 4096}, "fidelity.window_too_long", "4,096 tokens are longer than the 2,048 positions"),  # noqa: E501
         (larger_vocabulary, {}, "fidelity.tokenizer", "100 embeddings"),
         (full_device, {}, "fidelity.out_of_memory", "out of memory"),
     ],
 )  # fmt: skip
 def test_the_command_ends_in_one_line(
-    spoil: Callable[[Tiny], None], more: dict[str, Any], finding: str, said: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    spoil: Callable[[Tiny], None], more: dict[str, Any], finding: str, said: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch  # noqa: E501
 ) -> None:  # fmt: skip
     monkeypatch.setattr(Tiny, "tokenizer", Tiny.tokenizer)  # put back afterwards
     spoil(tiny)

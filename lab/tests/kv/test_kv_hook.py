@@ -214,7 +214,7 @@ def test_decode_is_a_cache_that_is_rewritten_by_hand(kind: str, coder: Rounding)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize(
     ("coder", "block"),
-    [(Rounding(), 19), (Rounding(exact_first=3), 7), (Rounding(granularity=4), 4), (Rounding(granularity=8, exact_last=4), 4)],
+    [(Rounding(), 19), (Rounding(exact_first=3), 7), (Rounding(granularity=4), 4), (Rounding(granularity=8, exact_last=4), 4)],  # noqa: E501
 )  # fmt: skip
 def test_tokens_that_are_fed_together_see_what_each_sees_alone(
     kind: str, coder: Rounding, block: int
@@ -230,7 +230,7 @@ def test_tokens_that_are_fed_together_see_what_each_sees_alone(
 
 
 @pytest.mark.parametrize(
-    ("coder", "block"), [(Rounding(exact_last=5), 2), (Rounding(granularity=4), 8), (Rounding(granularity=8, exact_first=2), 8)]
+    ("coder", "block"), [(Rounding(exact_last=5), 2), (Rounding(granularity=4), 8), (Rounding(granularity=8, exact_first=2), 8)]  # noqa: E501
 )  # fmt: skip
 def test_tokens_that_would_see_other_codes_are_not_fed_together(
     coder: Rounding, block: int

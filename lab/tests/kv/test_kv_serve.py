@@ -222,7 +222,7 @@ if how == "serves":
     sys.exit(0)
 listening = socket.create_server(("127.0.0.1", {port}))
 time.sleep(30)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_a_tier_is_a_connector_of_vllm_with_tables_that_are_fitted_once(
     ],
 )  # fmt: skip
 def test_a_tier_that_could_not_work_is_refused_before_the_engine_starts(
-    calibrated: tuple[Path, Path], checkpoint: Path, python: str, tmp_path: Path, options: list[str],
+    calibrated: tuple[Path, Path], checkpoint: Path, python: str, tmp_path: Path, options: list[str],  # noqa: E501
     more: dict[str, Any], said: str,
 ) -> None:  # fmt: skip
     if "tier_dir" in more:
@@ -389,7 +389,7 @@ def test_a_tier_that_could_not_work_is_refused_before_the_engine_starts(
     [
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding"),
         ({"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}, "MLA"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}, "length of a request"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}, "length of a request"),  # noqa: E501
         ({"hidden_size": 128, "head_dim": 32}, "another model"),
     ],
 )  # fmt: skip

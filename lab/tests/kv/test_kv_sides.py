@@ -202,7 +202,7 @@ def test_a_prediction_from_too_few_samples_is_refused() -> None:
         coders_of(short, SPEC, [0, 1])
 
 
-def test_a_predicted_stream_may_fall_on_other_levels_and_must_err_as_much_as_what_attention_read() -> (
+def test_a_predicted_stream_may_fall_on_other_levels_and_must_err_as_much_as_what_attention_read() -> (  # noqa: E501
     None
 ):
     draw = torch.Generator().manual_seed(0)

@@ -467,7 +467,7 @@ for kernel, warps in ((kernels.prepare_kernel, 8), (kernels.attend_kernel, 1), (
     source = ASTSource(kernel, {name: of(name) for name in kernel.arg_names}, constexprs=fixed)
     found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 3})
     print(kernel.__name__, len(found.asm["ptx"]))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.engine

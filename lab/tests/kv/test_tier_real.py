@@ -62,7 +62,7 @@ for step in job["steps"]:
         ask(*step)
 core.shutdown()
 Path(job["out"]).write_text(json.dumps(found))
-"""
+"""  # noqa: E501
 
 
 PAGES = """
@@ -96,7 +96,7 @@ check(zeros(3, 5, 2, 16, 2, 8), apart)
 module = Some(impl=Some(do_kv_cache_update=lambda m, k, v, page, slots: [crossed(page[0], i, k[i], v[i]) for i in range(16)]))
 spec = Some(num_kv_heads=2, head_size=8, block_size=16)
 assert VllmPages({0: (module, zeros(5, 2, 2, 8, 16))}, spec, 1)._target() is None
-"""
+"""  # noqa: E501
 
 
 def test_pages_say_where_a_kernel_may_write_however_they_are_laid_out() -> None:

@@ -201,7 +201,9 @@ def lost_parts(
 
 
 def _tail(pattern: str) -> str:
-    """The end of a name that a pattern gives literally: `gate_proj.weight` of `experts.*.gate_…`."""
+    """The end of a name that a pattern gives literally: `gate_proj.weight` of
+    `experts.*.gate_…`.
+    """
     return pattern.rpartition("*.")[2].replace("\\.", ".").rstrip("$").lstrip("^")
 
 

@@ -1,4 +1,6 @@
-"""Answers under construction: what the API formats add to, message by message and event by event."""
+"""Answers under construction: what the API formats add to, message by message and event
+by event.
+"""
 
 from __future__ import annotations
 

@@ -259,7 +259,9 @@ def _quotes(record: CheckRecord) -> list[Quote]:
 
 
 def _shown_onset(sample: GradedReply) -> int | None:
-    """The onset where it lies in the part of the text that is shown; the note tells it in any case."""
+    """The onset where it lies in the part of the text that is shown; the note tells it in
+    any case.
+    """
     inside = sample.onset_char is not None and sample.onset_char < len(sample.text_head)
     return sample.onset_char if inside else None
 

@@ -258,7 +258,9 @@ def _batched(
 
 
 def to_request(step: Step, sampling: Sampling, context: Context) -> Request:
-    """One step of a conversation as a request: messages for a chat model, the raw prompt otherwise."""
+    """One step of a conversation as a request: messages for a chat model, the raw prompt
+    otherwise.
+    """
     return Request(
         messages=step.messages if context.chat else None,
         prompt=None if context.chat else step.prompt,

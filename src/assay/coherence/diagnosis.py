@@ -162,7 +162,9 @@ def _bad_only_in(name: str, record: CheckRecord) -> bool:
 
 
 def next_steps(subject: Subject) -> tuple[str, ...]:
-    """What to run next, and the rollback: the plainest configuration that is known to be coherent."""
+    """What to run next, and the rollback: the plainest configuration that is known to be
+    coherent.
+    """
     return (
         "assay verify CHECKPOINT    # is every byte and every tensor where it should be?",
         rollback_command(subject),

@@ -80,7 +80,9 @@ def plain_sentences(seed: str, tokens: int) -> list[str]:
 
 
 def _sentence(rng: random.Random) -> str:
-    """One plain sentence of a town's chronicle; eight tokens or more in any tokenizer of the field."""
+    """One plain sentence of a town's chronicle; eight tokens or more in any tokenizer of
+    the field.
+    """
     person, place, thing, deed, when = (
         rng.choice(words) for words in (_PEOPLE, PLACES, _THINGS, _DEEDS, _WHEN)
     )

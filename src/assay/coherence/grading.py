@@ -153,7 +153,9 @@ def first_fault(view: TextView) -> Detection | None:
 def _detect_all(
     fields: Sequence[tuple[str, str]], ending: Ending
 ) -> tuple[dict[str, Detection], int, int]:
-    """The first fault of each field by name; code points before the faults; code points examined."""
+    """The first fault of each field by name; code points before the faults; code points
+    examined.
+    """
     found: dict[str, Detection] = {}
     coherent = examined = 0
     for name, value in fields:

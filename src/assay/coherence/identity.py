@@ -266,6 +266,8 @@ def identity_metric(answer: Identity) -> Metric:
 
 
 def fingerprint_counts(found: Fingerprint) -> Sequence[Any]:
-    """A short line about a fingerprint that was taken: items, whether with probabilities, scores."""
+    """A short line about a fingerprint that was taken: items, whether with probabilities,
+    scores.
+    """
     listed = sum(bool(i.likely) for text in found.items for i in text)
     return [sum(map(len, found.items)), listed, len(found.nats)]

@@ -37,7 +37,7 @@ these those i you he she we they them his her their our your my not so than then
 what when where how all any some no do does did has have had will would can could should may might must
 about into over after before between through during under up out more most such only also other very
 just
-"""
+"""  # noqa: E501
 FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split())
 """English words that carry grammar and no content."""
 

@@ -53,7 +53,9 @@ HEAD_CHARS = 200
 
 @dataclass(frozen=True)
 class AnswerCheck:
-    """One check beyond form: was the answer right? `detail` says what was expected and what came."""
+    """One check beyond form: was the answer right? `detail` says what was expected and
+    what came.
+    """
 
     name: str
     passed: bool

@@ -125,7 +125,9 @@ def _left_out(times: Mapping[str, Any]) -> tuple[Finding, ...]:
 def _headline(
     record: CheckRecord, reference: Reference | None, judgement: Judgement
 ) -> tuple[Metric, ...]:
-    """The figures that a person reads first; those of speed are invalid where the text is not sane."""
+    """The figures that a person reads first; those of speed are invalid where the text is
+    not sane.
+    """
     valid = judgement.throughput_valid
     metrics: list[Metric] = []
 

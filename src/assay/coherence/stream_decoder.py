@@ -44,7 +44,9 @@ class Parsed:
 
 
 def json_values(body: str) -> Parsed | None:
-    """The values of a JSON body, of JSON lines, or of a stream; None if the text is none of these."""
+    """The values of a JSON body, of JSON lines, or of a stream; None if the text is none
+    of these.
+    """
     lines = [line for line in body[:8000].splitlines() if line.strip()][:50]
     data = [
         line

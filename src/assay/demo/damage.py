@@ -125,7 +125,9 @@ def zeroed_layer(folder: Path, rng: np.random.Generator) -> None:
 
 
 def norm_plus_one(folder: Path, rng: np.random.Generator) -> None:
-    """Add 1 to every norm weight: the convention of Gemma applied to a model that does not use it."""
+    """Add 1 to every norm weight: the convention of Gemma applied to a model that does
+    not use it.
+    """
     _change(folder, "norm.weight", lambda values: values + 1.0)
 
 
@@ -146,7 +148,9 @@ def int3(folder: Path, rng: np.random.Generator) -> None:
 
 
 def shifted_scales(folder: Path, rng: np.random.Generator) -> None:
-    """Round every projection to 4 bits and read each group of 32 with the scale of the row before."""
+    """Round every projection to 4 bits and read each group of 32 with the scale of the
+    row before.
+    """
     import numpy as np
 
     def misread(values: NDArray[np.float32]) -> NDArray[np.float32]:

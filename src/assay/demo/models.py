@@ -132,12 +132,16 @@ def build_gemma3(progress: Progress = NO_PROGRESS, *, add_bos: bool = True) -> P
 
 
 def build_qwen05(progress: Progress = NO_PROGRESS) -> Path:
-    """Qwen2.5-Coder-0.5B-Instruct as a checkpoint in bf16: key biases, 151,936 tokens, tool calls."""
+    """Qwen2.5-Coder-0.5B-Instruct as a checkpoint in bf16: key biases, 151,936 tokens,
+    tool calls.
+    """
     return build(QWEN05, progress)
 
 
 def build_qwen15(progress: Progress = NO_PROGRESS) -> Path:
-    """Qwen2.5-Coder-1.5B-Instruct as a checkpoint in bf16 (3.5 GB; 28 layers, 2 KV heads of 128)."""
+    """Qwen2.5-Coder-1.5B-Instruct as a checkpoint in bf16 (3.5 GB; 28 layers, 2 KV heads
+    of 128).
+    """
     return build(QWEN15, progress)
 
 

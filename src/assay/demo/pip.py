@@ -1,4 +1,6 @@
-"""pip for the demo: its output goes to a log, its large downloads are told, a failure is one line."""
+"""pip for the demo: its output goes to a log, its large downloads are told, a failure is
+one line.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def area(radius: float) -> float:
 罗马帝国的历史 東京は日本の首都です Привет, мир! العربية naïve café — “quotes”
 🙂🚀👩‍🔬 1234567890 2026-11-29 0x1F 1,000,000.50
 <div class="a">x</div>  two,   three,        eight spaces\u00a0and none.
-"""
+"""  # noqa: E501
 """English, code, Chinese and other scripts, emoji, digits, runs of spaces: what pre-tokenizers
 differ on.
 """

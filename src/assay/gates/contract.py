@@ -438,7 +438,7 @@ def _about(declared: Declared) -> str:
     shown = f" One of {', '.join(declared.choices)}." if declared.choices else ""
     shown += "" if text in (None, "") or isinstance(default, bool) else f" Default: {text}."
     limit = "**Limit.** " if declared.panel == LIMIT else ""
-    return f"{limit}{declared.help.rstrip('.')}{'' if declared.help.endswith('?') else '.'}{shown}".replace(
+    return f"{limit}{declared.help.rstrip('.')}{'' if declared.help.endswith('?') else '.'}{shown}".replace(  # noqa: E501
         "|", "\\|"
     )
 

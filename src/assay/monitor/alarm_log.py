@@ -95,7 +95,9 @@ class AlarmLog:
         return {"alarms": self.standing, "raised": self.raised, "events": list(self.events)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was kept; KeyError, TypeError, ValueError or AttributeError if damaged."""
+        """Go on from what was kept; KeyError, TypeError, ValueError or AttributeError if
+        damaged.
+        """
         standing = {
             name: {"since": float(alarm["since"]), "why": str(alarm["why"])}
             for name, alarm in state["alarms"].items()

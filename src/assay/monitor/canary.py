@@ -292,7 +292,9 @@ class Canary:
             self.close()
 
     def _found(self) -> ServerEngine:
-        """Connect to the model that is watched, or to the first one where it is no longer listed."""
+        """Connect to the model that is watched, or to the first one where it is no longer
+        listed.
+        """
         engine = self._connect(model=self.named)
         if self.named or engine.model == self.watched or self.watched not in engine.listed():
             return engine

@@ -67,7 +67,9 @@ class Detector:
         return True
 
     def rounds_to_find(self, change: float) -> float:
-        """About how many rounds a steady number of `change` needs; infinite within the tolerance."""
+        """About how many rounds a steady number of `change` needs; infinite within the
+        tolerance.
+        """
         gain = (min(change, self.cap) - self.tolerance) / (self.tolerance + self.slack)
         if gain <= 0:
             return math.inf

@@ -525,7 +525,9 @@ def side_by_side(reports: Titled, file: TextIO | None = None, width: int | None 
 
 
 def comparison(reports: Titled, console: Console) -> list[RenderableType]:
-    """One table with a column for each report, or one table for each report where there is no room."""
+    """One table with a column for each report, or one table for each report where there
+    is no room.
+    """
     if console.width < 16 + MIN_COLUMN * len(reports):
         return [_grid([pair], console) for pair in reports]
     return [_grid(reports, console)]
@@ -585,7 +587,9 @@ def _findings(report: Report) -> Text:
 
 
 def _telling(report: Report) -> Quote | None:
-    """The text that shows best what the verdict means: the first that went wrong, else the first."""
+    """The text that shows best what the verdict means: the first that went wrong, else
+    the first.
+    """
     quotes = [b for b in report.blocks if isinstance(b, Quote)]
     return min(quotes, key=lambda q: status_tone(q.status) not in ("bad", "warn"), default=None)
 

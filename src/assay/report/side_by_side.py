@@ -217,7 +217,7 @@ def _worse_figures(figures: Sequence[Figure]) -> list[Finding]:
         Finding(
             "diff.figure_worse",
             Severity.ERROR,
-            f"{f.name} is worse beyond its interval: {_shown(f.before)} before, {_shown(f.after)} after",
+            f"{f.name} is worse beyond its interval: {_shown(f.before)} before, {_shown(f.after)} after",  # noqa: E501
             evidence={"figure": f.name, "before": f.before, "after": f.after},
         )
         for f in figures

@@ -484,7 +484,9 @@ def starts(chart: Chart, points: Sequence[Sequence[Point]]) -> list[list[float]]
 
 
 def value_axis(chart: Chart, points: Sequence[Sequence[Point]]) -> Axis:
-    """The axis of `y`: holds every point, interval and band; bars on a linear axis start at zero."""
+    """The axis of `y`: holds every point, interval and band; bars on a linear axis start
+    at zero.
+    """
     values: list[float] = []
     for series, begins in zip(points, starts(chart, points), strict=True):
         for point, begin in zip(series, begins, strict=True):
@@ -507,7 +509,9 @@ def are_numbers(points: Sequence[Sequence[Point]]) -> bool:
 
 
 def fit(values: Iterable[float], log: bool = False) -> Axis:
-    """The axis with round ends that holds all finite `values` (the positive ones, on a log axis)."""
+    """The axis with round ends that holds all finite `values` (the positive ones, on a
+    log axis).
+    """
     tamed = [_tame(v) for v in values if math.isfinite(v)]
     if log:
         tamed = [v for v in tamed if v > 0]

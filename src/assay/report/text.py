@@ -260,7 +260,9 @@ Tone = Literal["good", "bad", "warn", "error", "info", ""]
 
 @dataclass(frozen=True)
 class Look:
-    """A glyph, a word and a tone. The word says it all, so that no meaning rests on colour alone."""
+    """A glyph, a word and a tone. The word says it all, so that no meaning rests on
+    colour alone.
+    """
 
     glyph: str
     word: str
@@ -294,7 +296,9 @@ _STATUS: dict[str, Tone] = {word: tone for tone, words in _WORDS.items() for wor
 
 
 def status_tone(status: str) -> Tone:
-    """The tone of a status word (`ok`, `mismatch`, `REJECT`); neutral for a word that is not one."""
+    """The tone of a status word (`ok`, `mismatch`, `REJECT`); neutral for a word that is
+    not one.
+    """
     return _STATUS.get(status.strip().lower().replace(" ", "_"), "")
 
 

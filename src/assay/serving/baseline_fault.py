@@ -1,4 +1,6 @@
-"""Why a baseline fails: its files are verified, and its numbers compared with a trusted engine's."""
+"""Why a baseline fails: its files are verified, and its numbers compared with a trusted
+engine's.
+"""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Doctor:
         what = "; ".join(f"{rule}: {says}" for rule, says in seen.bad.items()) or "as the baseline"
         self.starts.say(
             f"{self.starts.label(configuration)}, start {index + 1}: {seen.state.replace('_', ' ')}"
-            f"{' (kept from before)' if resumed else ''}, {what[:160]}; {self.starts.left():.0f} s left"
+            f"{' (kept from before)' if resumed else ''}, {what[:160]}; {self.starts.left():.0f} s left"  # noqa: E501
         )
         return seen.state
 

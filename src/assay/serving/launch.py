@@ -51,7 +51,9 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Running:
-    """A server that answers. `alive` says whether it still runs; `seconds` is what its start took."""
+    """A server that answers. `alive` says whether it still runs; `seconds` is what its
+    start took.
+    """
 
     url: str
     log: Path
@@ -261,7 +263,9 @@ class _Watched:
         self.failed = ""
 
     def _listen(self) -> None:
-        """Take what was said. Read from the descriptor: what a buffer holds, `select` does not see."""
+        """Take what was said. Read from the descriptor: what a buffer holds, `select`
+        does not see.
+        """
         assert self._child.stdout is not None
         out = self._child.stdout.fileno()
         while select.select([out], [], [], 0)[0]:

@@ -117,7 +117,9 @@ class Bench:
         return outcome
 
     def decide(self, configuration: Configuration) -> State:
-        """The state of a configuration, launched as often as its noise demands; the answer is kept."""
+        """The state of a configuration, launched as often as its noise demands; the
+        answer is kept.
+        """
         if configuration in self.settled:
             return self.settled[configuration]
         tally = self.tallies.setdefault(configuration, Tally())

@@ -102,7 +102,9 @@ class Starts:
     def observe(
         self, configuration: Configuration, index: int, rules: Collection[str] | None = None
     ) -> tuple[Observation, bool]:
-        """One start: launched and measured, or as it was kept. OutOfTime once the budget is spent."""
+        """One start: launched and measured, or as it was kept. OutOfTime once the budget
+        is spent.
+        """
         rules = self.rules if rules is None else rules
         if (known := self._known(configuration, index, rules)) is not None:
             ahead = (configuration, index) in self._came
@@ -209,7 +211,9 @@ class Starts:
         return [command.words(configuration, "PORT"), variables, index, sorted(rules), against, own]
 
     def _counts(self, kept: Mapping[str, Any]) -> bool:
-        """Whether a kept start still counts; a server that did not start may do so the next time."""
+        """Whether a kept start still counts; a server that did not start may do so the
+        next time.
+        """
         done = self.folder / "done"
         ended = done.stat().st_mtime if done.exists() else 0.0
         if kept["at"] < self.since:

@@ -604,7 +604,9 @@ def _kv_dtype(setting: Setting, given: Observation, without: Observation | None)
 
 
 def _backend(setting: Setting, given: Observation, without: Observation | None) -> Engaged:
-    """vLLM names the backend that it took, or says that it cannot take the one that was asked for."""
+    """vLLM names the backend that it took, or says that it cannot take the one that was
+    asked for.
+    """
     want = re.escape(setting.value or "")
     for line in given.log.splitlines():
         if re.search(rf"Cannot use {want} (?:attention )?backend", line, re.IGNORECASE):

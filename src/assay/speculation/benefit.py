@@ -94,7 +94,7 @@ class Benefit:
         """Where the net multiplier comes from, as the end of a clause."""
         if self.measured_multiplier is not None:
             return ", as measured against the baseline"
-        return f", as predicted at a cost of {self.cost} target steps a draft token ({self.cost.source})"
+        return f", as predicted at a cost of {self.cost} target steps a draft token ({self.cost.source})"  # noqa: E501
 
     @property
     def loses(self) -> bool:

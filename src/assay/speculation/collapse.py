@@ -20,7 +20,9 @@ _FALL = 0.5
 
 @dataclass(frozen=True)
 class Collapse:
-    """Acceptance before and after the window at which it fell, counted in windows of that engine."""
+    """Acceptance before and after the window at which it fell, counted in windows of that
+    engine.
+    """
 
     at: int
     windows: int

@@ -26,7 +26,9 @@ class Completions:
     def connect(
         cls, url: str, api_key_env: str | None = None, timeout: float = 120.0
     ) -> Completions:
-        """Connect to the server at `url`; AssayError where it cannot be reached or lists no model."""
+        """Connect to the server at `url`; AssayError where it cannot be reached or lists
+        no model.
+        """
         from assay.engines.server.endpoint import parse_url
         from assay.engines.server.engine import default_limits, read_key
         from assay.engines.server.http import Transport

@@ -30,7 +30,9 @@ def headline(judged: Judged) -> list[Metric]:
 
 
 def _tokens_per_step(judged: Judged, length: float) -> Metric:
-    """Over all steps, where the source counts those without a draft too: that is what is paid for."""
+    """Over all steps, where the source counts those without a draft too: that is what is
+    paid for.
+    """
     steps = judged.evidence.steps
     if steps.coverage is None or steps.coverage > 0.98 or steps.overall is None:
         return Metric("tokens per step", f"{length:.2f}", note="bonus token included")

@@ -47,7 +47,9 @@ class Judged:
 
     @property
     def verdict(self) -> Verdict:
-        """What the user should do: keep it (pass), repair it or switch it off (fail), look again."""
+        """What the user should do: keep it (pass), repair it or switch it off (fail),
+        look again.
+        """
         health = self.assessment.health
         if self.earns:
             return Verdict.PASS

@@ -217,7 +217,7 @@ def _findings(live: Live, thin: bool) -> list[Finding]:
             Finding(
                 "speculation.note",
                 Severity.INFO,
-                f"{live.window.record.counts.drafts or 0} drafts in {live.seconds:.0f} s are too few, so"
+                f"{live.window.record.counts.drafts or 0} drafts in {live.seconds:.0f} s are too few, so"  # noqa: E501
                 " everything since start is judged",
                 remedies=("a longer --interval, or --requests N to send some",),
             )

@@ -125,7 +125,9 @@ class Printed:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What the engine did meanwhile: tokens per second, running requests, tokens of their contexts."""
+    """What the engine did meanwhile: tokens per second, running requests, tokens of their
+    contexts.
+    """
 
     generation_throughput: float | None = None
     running: int | None = None

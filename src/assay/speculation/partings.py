@@ -1,4 +1,6 @@
-"""Where two greedy texts part, and whether the two tokens there are closer than the engine's noise."""
+"""Where two greedy texts part, and whether the two tokens there are closer than the
+engine's noise.
+"""
 
 from __future__ import annotations
 

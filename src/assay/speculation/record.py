@@ -82,7 +82,9 @@ class Record:
 
     @property
     def overall(self) -> float | None:
-        """Tokens per decode step, steps without a draft included; None where they are not counted."""
+        """Tokens per decode step, steps without a draft included; None where they are not
+        counted.
+        """
         if self.leading is None or not self.counts.steps:
             return None
         steps = max(self.counts.steps, self.counts.drafts or 0)

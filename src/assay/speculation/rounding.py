@@ -95,7 +95,9 @@ def position_counts(
 
 
 def _rates_agree(drafts: int, accepted: int, rates: Sequence[float] | None) -> bool:
-    """Whether counts over `drafts` can print as `rates` (three decimals) and add up to `accepted`."""
+    """Whether counts over `drafts` can print as `rates` (three decimals) and add up to
+    `accepted`.
+    """
     if not rates:
         return True
     if max(rates) > 1:

@@ -39,7 +39,9 @@ _SEED = re.compile(rb"[aA]cc(?:ep|[^A-Za-z])")
 
 
 class ByteReader(Protocol):
-    """A stream of bytes; `readinto` may fill less than the buffer, and returns 0 only at the end."""
+    """A stream of bytes; `readinto` may fill less than the buffer, and returns 0 only at
+    the end.
+    """
 
     def readinto(self, buffer: memoryview, /) -> int | None:
         """Fill the start of `buffer`; returns the number of bytes."""

@@ -32,7 +32,9 @@ MAX_TOKENS = 128
 
 @dataclass(frozen=True)
 class Sent:
-    """Requests that were answered, and the completion tokens that the server says it sent for them."""
+    """Requests that were answered, and the completion tokens that the server says it sent
+    for them.
+    """
 
     requests: int
     tokens: int

@@ -137,7 +137,7 @@ def _pair(a, b):
 
 @triton.jit
 def _four(
-    t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, shifts, laws, one, more, times, kinds, to,
+    t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, shifts, laws, one, more, times, kinds, to,  # noqa: E501
     CLASSES: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Four tokens of one channel in each section, one of each state; WIDE where a law has low bits.
 
@@ -204,7 +204,7 @@ def _four(
 
 @triton.jit(do_not_specialize=["blocks", "out_row", "kinds_row"])
 def decode_kernel(
-    words, starts, ends, tokens_ptr, columns_ptr, blocks, ranks, firsts, rows, classes_ptr, laws, wide_ptr, numbers,
+    words, starts, ends, tokens_ptr, columns_ptr, blocks, ranks, firsts, rows, classes_ptr, laws, wide_ptr, numbers,  # noqa: E501
     slots, codes, shifts, kinds_ptr, kinds_row, out, out_row, good,
     LAW_COUNT: tl.constexpr, CLASSES: tl.constexpr, SECTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -316,7 +316,7 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "out_row"])
 def escape_kernel(
-    words, starts, tokens_ptr, columns_ptr, blocks, ranks, firsts, rows, numbers, out, out_row, good, TOKENS: tl.constexpr
+    words, starts, tokens_ptr, columns_ptr, blocks, ranks, firsts, rows, numbers, out, out_row, good, TOKENS: tl.constexpr  # noqa: E501
 ):  # fmt: skip
     """Fill in the escapes of one section in their order; `out` as int16. Grid
     (blocks, streams).
@@ -349,8 +349,8 @@ def escape_kernel(
 
 @triton.jit(do_not_specialize=["columns", "size", "stride"])
 def place_kernel(
-    x, starts_ptr, x_channel, x_token, slots_ptr, cos_ptr, sin_ptr, out, table_ptr, size, stride, columns,
-    HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, TURN: tl.constexpr, TILE: tl.constexpr,
+    x, starts_ptr, x_channel, x_token, slots_ptr, cos_ptr, sin_ptr, out, table_ptr, size, stride, columns,  # noqa: E501
+    HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, TURN: tl.constexpr, TILE: tl.constexpr,  # noqa: E501
 ):  # fmt: skip
     """Tokens of all streams to where a `Target` has them, RoPE put on keys where TURN. Grid (tiles
     of columns, streams · heads).

@@ -60,7 +60,7 @@ def _code(
 
 @triton.jit(do_not_specialize=["blocks", "row_size", "room", "tokens"])
 def encode_kernel(
-    numbers, row_size, kinds_ptr, columns_ptr, counts_ptr, blocks, tokens, ranks, firsts, classes, laws, shifts, codes, out, room,
+    numbers, row_size, kinds_ptr, columns_ptr, counts_ptr, blocks, tokens, ranks, firsts, classes, laws, shifts, codes, out, room,  # noqa: E501
     states_ptr, places_ptr, LAW_COUNT: tl.constexpr, CLASSES: tl.constexpr, SECTIONS: tl.constexpr,
 ):  # fmt: skip
     """Words of SECTIONS blocks of one stream, from the end of their `room` on. Grid (groups of

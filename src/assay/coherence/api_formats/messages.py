@@ -57,7 +57,9 @@ def lm_eval(value: Value, out: Assembly) -> bool:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """The texts in nested lists; the score of a given answer, a pair of number and truth, is none."""
+    """The texts in nested lists; the score of a given answer, a pair of number and truth,
+    is none.
+    """
     if isinstance(value, list) and not (len(value) == 2 and str(value[1]) in ("True", "False")):
         return [leaf for item in value for leaf in _leaves(item)]
     return [value]

@@ -1,4 +1,6 @@
-"""Servers that write a dialect of their own: Ollama, TGI, llama.cpp, SGLang, text-generation-webui."""
+"""Servers that write a dialect of their own: Ollama, TGI, llama.cpp, SGLang,
+text-generation-webui.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def tgi(value: Value, out: Assembly) -> bool:
 
 
 def count_token(number: Any, out: Assembly) -> None:
-    """Tokens are numbered from 0 or 1 on: a number that does not follow belongs to another stream."""
+    """Tokens are numbered from 0 or 1 on: a number that does not follow belongs to
+    another stream.
+    """
     last = out.turns.get(("token",))
     if not isinstance(number, int):
         return

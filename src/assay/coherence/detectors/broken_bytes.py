@@ -38,7 +38,9 @@ _BYTE_LEVEL = re.compile(r"[A-Za-z][Ġ▁][A-Za-z]|Ċ")
 
 
 def find_tokenizer_marks(view: TextView) -> Detection | None:
-    """`Ġ`, `▁` or `Ċ` between letters: ids were turned into text without the tokenizer's decoder."""
+    """`Ġ`, `▁` or `Ċ` between letters: ids were turned into text without the tokenizer's
+    decoder.
+    """
     marks = list(_BYTE_LEVEL.finditer(view.text))
     if len(marks) < 5 or len(marks) < len(view.text) / 60:
         named = Spans(m.span() for m in SPECIAL.finditer(view.text))

@@ -54,11 +54,11 @@ PIECES = {
 }
 _ATOMS = r"(?:\[[^\]\s]{1,14}\]|Br|Cl|[BCNOPSFIbcnops]|[=#$:/\\.~-]|%\d\d|\d|[()])"
 _WORDY = r"[A-Za-z]{0,24}[a-z]{2}[A-Za-z]{0,24}\d{0,3}"
-_PART = rf"(?:\d{{1,4}}(?:\.\d+)?[A-Za-z]{{0,2}}(?![A-Za-z0-9])|[A-Z]{{1,4}}\d{{0,3}}(?![A-Za-z0-9])|{_WORDY})"
+_PART = rf"(?:\d{{1,4}}(?:\.\d+)?[A-Za-z]{{0,2}}(?![A-Za-z0-9])|[A-Z]{{1,4}}\d{{0,3}}(?![A-Za-z0-9])|{_WORDY})"  # noqa: E501
 """Parts of the name of a model or a package: words with a number behind them, sizes and capitals.
 """
 _FOREIGN = r"[^\W\d_\x00-\u024f]{1,40}"
-_LANGUAGE = r"(?:Chinese|Mandarin|Japanese|Korean|Russian|Ukrainian|Arabic|Persian|Urdu|Greek|Hebrew|Hindi|Bengali|Tamil|Thai|Georgian|Armenian)"
+_LANGUAGE = r"(?:Chinese|Mandarin|Japanese|Korean|Russian|Ukrainian|Arabic|Persian|Urdu|Greek|Hebrew|Hindi|Bengali|Tamil|Thai|Georgian|Armenian)"  # noqa: E501
 WHOLE = {
     "translation": (
         rf"{_FOREIGN}(?: \([^()\n]{{1,40}}\))? in {_LANGUAGE}|{_LANGUAGE}\W{{1,6}}{_FOREIGN}(?:"
@@ -154,7 +154,7 @@ WHOLE = {
 _END = r"(?=[\s|,;)\]}`\"'.]|\Z)"
 _ROWS = re.compile(
     "|".join(
-        rf"(?<![^\s|(\[{{`\"'])(?>(?:{p}){_END})(?:[\s|,;]++(?:\d{{1,3}}[\s|]++)?(?>(?:{p}){_END})){{{LEAST - 1},}}+"
+        rf"(?<![^\s|(\[{{`\"'])(?>(?:{p}){_END})(?:[\s|,;]++(?:\d{{1,3}}[\s|]++)?(?>(?:{p}){_END})){{{LEAST - 1},}}+"  # noqa: E501
         for p in PIECES.values()
     )
 )

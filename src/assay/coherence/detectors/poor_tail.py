@@ -106,7 +106,9 @@ def _is_row(view: TextView, entropy: float, end: str) -> bool:
 
 
 def _crowded(view: TextView, end: str) -> Detection | None:
-    """One character that makes up half of the end, unless numbers or drawings do so by themselves."""
+    """One character that makes up half of the end, unless numbers or drawings do so by
+    themselves.
+    """
     cut = view.ending is Ending.CUT
     if len(end) < (CUT_CROWDED if cut else CROWDED):
         return None

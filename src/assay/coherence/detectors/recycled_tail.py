@@ -154,7 +154,9 @@ def _without_counters(view: TextView) -> NDArray[np.int64]:
 
 
 def _letters_and_marks(view: TextView, tail: int) -> tuple[float, float]:
-    """Share of letters among the characters, and of marks among the tokens, from token `tail` on."""
+    """Share of letters among the characters, and of marks among the tokens, from token
+    `tail` on.
+    """
     text = view.text[int(view.tokens.starts[tail]) : int(view.tokens.ends[-1])]
     return sum(map(str.isalpha, text)) / len(text), 1.0 - float(view.is_word[tail:].mean())
 

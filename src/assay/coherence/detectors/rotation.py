@@ -37,7 +37,9 @@ _PIECE = re.compile(r"\S+")
 
 
 def detect_few_words(view: TextView) -> Detection | None:
-    """The first passage on one line of `WINDOW` words with at most `MAX_DISTINCT` different ones."""
+    """The first passage on one line of `WINDOW` words with at most `MAX_DISTINCT`
+    different ones.
+    """
     for line in _LINE.finditer(view.text):
         if line.end() - line.start() < LEAST_LINE:
             continue

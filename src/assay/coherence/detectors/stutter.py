@@ -30,7 +30,7 @@ again aha and beep bit blah boo bye cha choo chop click clap come day ding dong 
 false far fast go goose had half hear her hey hush knock left long many more much nan never night no
 none now null oh one ooh over please pom quick really right round row rozenset run sh so step stop tap
 that there tick tom too true tut two up very void wah wait well who win yes you yum
-"""
+"""  # noqa: E501
 SAID_TWICE = frozenset(_SAID_TWICE.split())
 """What English (and C) says twice."""
 _TWICE = re.compile(r"(?<![\w'’-])([^\W\d_]+)(?:[ \u00a0]\1)+(?![\w'’-])", re.IGNORECASE)

@@ -178,7 +178,9 @@ def _shape_bits(classes: NDArray[np.int64], table: NDArray[np.float32]) -> NDArr
 
 
 def _letter_bits(letters: NDArray[np.int64], table: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Bits of every letter given the letters before it in its word; 0 for what is no Latin letter."""
+    """Bits of every letter given the letters before it in its word; 0 for what is no
+    Latin letter.
+    """
     padded = np.concatenate(([language.EDGE] * 3, letters))
     third, second, first, own = (padded[:-3].copy(), padded[1:-2].copy(), padded[2:-1], padded[3:])
     third[(second == language.EDGE) | (first == language.EDGE)] = language.EDGE

@@ -53,7 +53,7 @@ _ENDS_LINE = re.compile(r"[ \t]*(?:\n|\Z)")
 _ANNOUNCED = re.compile(r"(?:[:=|(]|\b(?:is|are|by|token|called|with|or|and|ist|est|es))[ \t]*\Z")
 _SUBJECT = re.compile(
     r"token|vocab|template|marker|marks?\b(?:"
-    r" |ed)|delimiter|placeholder|separator|padding|tag\b|tags\b|special|reserved|embedding|BERT|EOS|BOS"
+    r" |ed)|delimiter|placeholder|separator|padding|tag\b|tags\b|special|reserved|embedding|BERT|EOS|BOS"  # noqa: E501
     r"|chatml|prompt|harmony|jeton|marcador|marqueur|токен|词元|标记|令牌|トークン|토큰",
     re.IGNORECASE,
 )

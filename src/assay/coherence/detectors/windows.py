@@ -65,7 +65,9 @@ class Windows:
 def running_sums(
     view: TextView, notation: Iterable[tuple[int, int]] = ()
 ) -> Mapping[str, NDArray[np.float64]] | None:
-    """Running sums of all measures over the tokens, or None if there are too few to say anything."""
+    """Running sums of all measures over the tokens, or None if there are too few to say
+    anything.
+    """
     if (
         len(view.text) < MIN_CHARS
         or len(view.is_word) < MIN_TOKENS

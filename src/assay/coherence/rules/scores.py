@@ -153,7 +153,9 @@ def depth(record: CheckRecord, reference: CheckRecord | None, confidence: float)
 
 
 def _harm(record: CheckRecord, confidence: float) -> Interval | None:
-    """Bits per byte by which texts are harder in a context than by themselves, clustered by text."""
+    """Bits per byte by which texts are harder in a context than by themselves, clustered
+    by text.
+    """
     confidence = _of_fixed_texts(confidence)
     alone = {p.passage: p.bits_per_byte for p in record.passages if p.depth == 0}
     harm: dict[str, list[float]] = defaultdict(list)

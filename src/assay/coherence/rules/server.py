@@ -75,7 +75,9 @@ def prompts(record: CheckRecord, reference: CheckRecord | None) -> Rulings:
 
 
 def _prompt_tokens(record: CheckRecord) -> dict[tuple[str, str], int]:
-    """Prompt tokens by probe and variant, for the prompts that do not depend on an earlier answer."""
+    """Prompt tokens by probe and variant, for the prompts that do not depend on an
+    earlier answer.
+    """
     return {
         (probe.name, sample.variant): sample.prompt_tokens
         for probe in record.probes

@@ -110,7 +110,9 @@ def _by_column(head: Sequence[str], body: Sequence[Sequence[str]], where: str) -
 
 
 def _by_row(rows: Sequence[Sequence[str]], where: str) -> list[Entry]:
-    """Entries labelled by the last cell before the figures; each column is a run, or a statistic."""
+    """Entries labelled by the last cell before the figures; each column is a run, or a
+    statistic.
+    """
     kinds = [statistic_of(cell) for cell in rows[0]]
     found = []
     for row in rows:

@@ -164,7 +164,9 @@ def _share(figure: Figure, known: Meaning, peers: Iterable[Figure]) -> float | N
 
 
 def _observation(run: _Run, about: bool) -> Observation | None:
-    """What a run says; None where its figures contradict each other or say nothing of acceptance."""
+    """What a run says; None where its figures contradict each other or say nothing of
+    acceptance.
+    """
     own = run.figures
     length = own.get(Role.LENGTH, _length(own.get(Role.MEAN_ACCEPTED)))
     rate = own.get(Role.RATE)

@@ -51,11 +51,11 @@ _STEP = (
 _LEAD = (
     r"(?:(?:draft(?:er|ing)?|spec|speculat(?:ive|ion)|decod(?:e|ing|er)|mtp|nextn|eagle\d?|medusa"
     r"|dflash|n ?gram|token|tokens|overall|mean|average|avg|total|final|pooled|global|aggregate|the"
-    r"|our|measured|request|seq|sequence|normalized|num|number of|n|sum|all|count of|model|output|server"
+    r"|our|measured|request|seq|sequence|normalized|num|number of|n|sum|all|count of|model|output|server"  # noqa: E501
     r"|per position|bench(?:mark)?) )*"
 )
 _TAIL = (
-    r"(?: (?:pct|percent|percentage|tokens?|tok|server|benchmark|benchmarks|overall|mean|average|avg"
+    r"(?: (?:pct|percent|percentage|tokens?|tok|server|benchmark|benchmarks|overall|mean|average|avg"  # noqa: E501
     r"|total|count|num|n|ct|per step|value|in|of|step|the))*"
 )
 _RULES: tuple[tuple[Role, re.Pattern[str]], ...] = tuple(
@@ -64,25 +64,25 @@ _RULES: tuple[tuple[Role, re.Pattern[str]], ...] = tuple(
         (Role.STEP_LENGTHS, r"(?:accept(?:ance|ed)?|spec) (?:lengths|lens|length list)"),
         (
             Role.POSITIONS,
-            rf"{_LEAD}(?:{_ACCEPT} )?(?:rates? )?(?:per|by|at) (?:draft )?(?:pos|positions?|depths?)"
+            rf"{_LEAD}(?:{_ACCEPT} )?(?:rates? )?(?:per|by|at) (?:draft )?(?:pos|positions?|depths?)"  # noqa: E501
             rf"(?: {_ACCEPT})?(?: (?:rates?|ratios?))?|{_LEAD}{_ACCEPT} rates",
         ),
         (
             Role.LENGTH,
-            rf"{_LEAD}{_ACCEPT} ?(?:len(?:gth)?)(?: per {_STEP})?{_TAIL}|{_LEAD}(?:spec(?:ulative)?|draft)"
-            rf" (?:accepted )?len(?:gth)? (?:mean|avg|average)|(?:mean|average|avg) spec\w* len(?:gth)?"
-            rf"|{_LEAD}(?:decoded |emitted |generated |new |output )?(?:tokens?|toks?) (?:per )?{_STEP}{_TAIL}"
+            rf"{_LEAD}{_ACCEPT} ?(?:len(?:gth)?)(?: per {_STEP})?{_TAIL}|{_LEAD}(?:spec(?:ulative)?|draft)"  # noqa: E501
+            rf" (?:accepted )?len(?:gth)? (?:mean|avg|average)|(?:mean|average|avg) spec\w* len(?:gth)?"  # noqa: E501
+            rf"|{_LEAD}(?:decoded |emitted |generated |new |output )?(?:tokens?|toks?) (?:per )?{_STEP}{_TAIL}"  # noqa: E501
             r"|(?:mean |average |avg )?(?:tau|τ)|block efficiency|ar (?:average|mean)",
         ),
         (
             Role.MEAN_ACCEPTED,
-            rf"(?:mean|average|avg)(?: num| number of)? accepted(?: draft)?(?: tokens?| toks?| len)?"
+            rf"(?:mean|average|avg)(?: num| number of)? accepted(?: draft)?(?: tokens?| toks?| len)?"  # noqa: E501
             rf"(?: per {_STEP})?|accepted(?: draft)? (?:tokens?|toks?) per {_STEP}",
         ),
         (
             Role.RATE,
             rf"{_LEAD}{_ACCEPT} (?:rates?|ratio|probability|share|pct|percent|percentage){_TAIL}"
-            rf"|(?:pct|percent|share) (?:of )?(?:draft(?:ed)? )?(?:tokens )?accepted|{_LEAD}acceptance"
+            rf"|(?:pct|percent|share) (?:of )?(?:draft(?:ed)? )?(?:tokens )?accepted|{_LEAD}acceptance"  # noqa: E501
             r"|draft accept",
         ),
         (
@@ -92,22 +92,22 @@ _RULES: tuple[tuple[Role, re.Pattern[str]], ...] = tuple(
         ),
         (
             Role.REJECTED,
-            rf"{_LEAD}rejected(?: draft(?:ed)?| prediction| speculative)?{_TAIL}|{_LEAD}tokens rejected",
+            rf"{_LEAD}rejected(?: draft(?:ed)?| prediction| speculative)?{_TAIL}|{_LEAD}tokens rejected",  # noqa: E501
         ),
         (
             Role.DRAFTS,
-            r"(?:num |number of |total |n )?(?:drafts|spec(?:ulative)? steps|(?:verify|verification|draft)"
+            r"(?:num |number of |total |n )?(?:drafts|spec(?:ulative)? steps|(?:verify|verification|draft)"  # noqa: E501
             r" (?:steps|rounds|calls|cycles)|rounds|verifications)(?: count| total)?",
         ),
         (
             Role.DEPTH,
-            r"(?:num |number of |n )?speculative tokens|num spec(?:ulative)? tokens|spec k|draft n max"
+            r"(?:num |number of |n )?speculative tokens|num spec(?:ulative)? tokens|spec k|draft n max"  # noqa: E501
             r"|draft max|num assistant tokens",
         ),
         (
             Role.DRAFTED,
-            rf"{_LEAD}(?:draft(?:ed)?|proposed|speculated)(?: draft)?(?: tokens?| toks?)(?: count| total"
-            r"| generated| proposed| num| n)?|(?:total )?(?:drafted|proposed|tokens drafted|tokens proposed)",
+            rf"{_LEAD}(?:draft(?:ed)?|proposed|speculated)(?: draft)?(?: tokens?| toks?)(?: count| total"  # noqa: E501
+            r"| generated| proposed| num| n)?|(?:total )?(?:drafted|proposed|tokens drafted|tokens proposed)",  # noqa: E501
         ),
         (
             Role.GENERATED,
@@ -116,14 +116,14 @@ _RULES: tuple[tuple[Role, re.Pattern[str]], ...] = tuple(
     )
 )
 _POSITION = re.compile(
-    rf"(?:{_LEAD}(?:{_ACCEPT} )?(?:rates? )?(?:at |of |for )?(?:draft )?)(?:positions?|pos|token|head)"
+    rf"(?:{_LEAD}(?:{_ACCEPT} )?(?:rates? )?(?:at |of |for )?(?:draft )?)(?:positions?|pos|token|head)"  # noqa: E501
     rf" (\d{{1,2}})(?: (?:to )?(\d{{1,2}}))?(?: {_ACCEPT}(?: rate)?)?{_TAIL}"
 )
 _STATISTICS = re.compile(
-    r"\b(?:(mean|avg|average)|(median|p ?50)|(min|minimum|max|maximum|p ?\d\d|std|stdev|stddev|sd))\b"
+    r"\b(?:(mean|avg|average)|(median|p ?50)|(min|minimum|max|maximum|p ?\d\d|std|stdev|stddev|sd))\b"  # noqa: E501
 )
 _NOT_OURS = re.compile(
-    r"\b(?:train\w*|valid\w*|loss|epochs?|thresholds?|throughput|per second|tok s|tokens s|toks s|tps"
+    r"\b(?:train\w*|valid\w*|loss|epochs?|thresholds?|throughput|per second|tok s|tokens s|toks s|tps"  # noqa: E501
     r"|s|sec|seconds|ms|latency|time|speedup|target|goal|ignored|memory|gb|mb|price|usd)\b"
 )
 _NAMES_DRAFTING = re.compile(
@@ -199,7 +199,7 @@ def names_drafting(label: str) -> bool:
 
 
 _ABOUT_DRAFTING = re.compile(
-    r"draft[ _-]?(?:tokens?|model|head|accept|len|n[ _-]max)|\bdraft(?:s|ed|ing|er)\b|speculat(?:ive|ion|ed)"
+    r"draft[ _-]?(?:tokens?|model|head|accept|len|n[ _-]max)|\bdraft(?:s|ed|ing|er)\b|speculat(?:ive|ion|ed)"  # noqa: E501
     r"|spec[ _-]?(?:dec|bench|accept|verify)|\bmtp\b|eagle[ -]?[123]?\b|medusa|nextn|dflash"
     r"|n-?gram|lookahead|accept(?:ance|ed)? ?_?len",
     re.I,

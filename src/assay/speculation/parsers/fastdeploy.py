@@ -11,7 +11,7 @@ from assay.speculation.parsers.counts import count, counts
 
 REQUEST = Definition(
     "fastdeploy_request",
-    "FastDeploy counts of one request; its accepted tokens include bonus tokens, which are left out",
+    "FastDeploy counts of one request; its accepted tokens include bonus tokens, which are left out",  # noqa: E501
 )
 
 

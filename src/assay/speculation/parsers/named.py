@@ -1,4 +1,6 @@
-"""Lines, objects and pages that no engine's own parser knows, read by the names of their figures."""
+"""Lines, objects and pages that no engine's own parser knows, read by the names of their
+figures.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from assay.speculation.parsers.counts import count, number
 
 TOTAL = Definition(
     "vllm_v0_total",
-    "vLLM V0: counts since start; 'accepted' also counts hits after the first rejection, so tokens per step are emitted / drafts",
+    "vLLM V0: counts since start; 'accepted' also counts hits after the first rejection, so tokens per step are emitted / drafts",  # noqa: E501
     counts_after_rejection=True,
 )
 

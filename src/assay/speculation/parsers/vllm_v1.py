@@ -33,7 +33,7 @@ REQUEST = Definition(
 )
 
 
-# 0.8.2 wrote "Speculative metrics:" like V0, but without the V0 figures; later versions "SpecDecoding metrics:".
+# 0.8.2 wrote "Speculative metrics:" like V0, but without the V0 figures; later versions "SpecDecoding metrics:".  # noqa: E501
 _HEADS = ("SpecDecoding metrics:", "Speculative metrics:")
 
 _ENGINE = re.compile(
@@ -334,7 +334,9 @@ class VllmV1Parser(Parser):
 
 
 def _seconds(*pairs: tuple[int, str]) -> float | None:
-    """The interval of a window: tokens over tokens per second, from the pair that is rounded least."""
+    """The interval of a window: tokens over tokens per second, from the pair that is
+    rounded least.
+    """
     tokens, pace = max(pairs, key=lambda pair: number(pair[1]) or 0.0)
     speed = number(pace)
     # After idle intervals, for which no window is printed, the pace is taken over all of them.

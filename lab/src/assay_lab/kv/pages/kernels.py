@@ -28,9 +28,9 @@ def _code(z, g, half):
 
 @triton.jit
 def _store(
-    x_ptr, x_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_ptr, first_ptr, analysis_ptr,
-    weight_ptr, tokens, OFF_W: tl.constexpr, OFF_E: tl.constexpr, OFF_G: tl.constexpr, OFF_F: tl.constexpr,
-    SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, FINER: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, x_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_ptr, first_ptr, analysis_ptr,  # noqa: E501
+    weight_ptr, tokens, OFF_W: tl.constexpr, OFF_E: tl.constexpr, OFF_G: tl.constexpr, OFF_F: tl.constexpr,  # noqa: E501
+    SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, FINER: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,  # noqa: E501
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     W: tl.constexpr = D // 4
@@ -126,8 +126,8 @@ def _offset(W: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def _turn(
-    q_ptr, q_token, digits_ptr, waves_ptr, starts_ptr, pairs_ptr, mean_ptr, table_ptr, unit_ptr, scale, requests,
-    D: tl.constexpr, WIDE: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    q_ptr, q_token, digits_ptr, waves_ptr, starts_ptr, pairs_ptr, mean_ptr, table_ptr, unit_ptr, scale, requests,  # noqa: E501
+    D: tl.constexpr, WIDE: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,  # noqa: E501
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """What depends on queries alone: q Tᵀ in fp16 and the products with the mean of a pair, a row
@@ -174,11 +174,11 @@ def _turn(
 @triton.jit(do_not_specialize=["tokens", "requests"])
 def prepare_kernel(
     k_ptr, k_token, v_ptr, v_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr,
-    mean_k_ptr, first_k_ptr, analysis_k_ptr, weight_k_ptr, mean_v_ptr, first_v_ptr, analysis_v_ptr, weight_v_ptr,
-    tokens, q_ptr, q_token, digits_ptr, waves_ptr, starts_ptr, pairs_ptr, table_k_ptr, unit_k_ptr, scale, requests,
-    OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
-    OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
-    WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    mean_k_ptr, first_k_ptr, analysis_k_ptr, weight_k_ptr, mean_v_ptr, first_v_ptr, analysis_v_ptr, weight_v_ptr,  # noqa: E501
+    tokens, q_ptr, q_token, digits_ptr, waves_ptr, starts_ptr, pairs_ptr, table_k_ptr, unit_k_ptr, scale, requests,  # noqa: E501
+    OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,  # noqa: E501
+    OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,  # noqa: E501
+    WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,  # noqa: E501
 ):  # fmt: skip
     """Code keys and values [tokens, HEADS, D] into pages, and turn the queries of the first
     `requests` requests.
@@ -264,7 +264,7 @@ def prepare_kernel(
 
 
 WORDS = """{ .reg .b32 t; shr.u32 t, $4, 6;
-    and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0; and.b32 $2, t, 0x003c003c; and.b32 $3, t, 0x03c003c0; }"""
+    and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0; and.b32 $2, t, 0x003c003c; and.b32 $3, t, 0x03c003c0; }"""  # noqa: E501
 """The four digits of two words, each where a number of fp16 has its last ten bits."""
 LOWER = """{ .reg .b32 t, u; shr.u32 t, $1, 8; and.b32 u, $1, $2; lop3.b32 $0, t, $3, u, 0xea; }"""
 """Two bits of each of two words, in either half of the word as the masks say."""
@@ -322,11 +322,11 @@ def _masks(W: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_row", "splits"])
 def attend_kernel(
-    digits_ptr, waves_ptr, part_ptr, sum_ptr, pages_ptr, page_bytes, table_ptr, table_row, starts_ptr, lengths_ptr,
+    digits_ptr, waves_ptr, part_ptr, sum_ptr, pages_ptr, page_bytes, table_ptr, table_row, starts_ptr, lengths_ptr,  # noqa: E501
     trig_ptr, pairs_ptr, near_ptr, step_ptr, splits,
-    OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
-    OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
-    WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,  # noqa: E501
+    OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,  # noqa: E501
+    WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,  # noqa: E501
     TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The one query token of a request, the GROUP ≤ ROWS heads of a KV head at once, over a part of
@@ -482,7 +482,7 @@ def _digit(page, place, W: tl.constexpr, OFF: tl.constexpr, FIELD: tl.constexpr)
 
 
 @triton.jit
-def _fine(page, place, W: tl.constexpr, OFF: tl.constexpr, WIDE: tl.constexpr, FIELD: tl.constexpr, BLOCK: tl.constexpr,
+def _fine(page, place, W: tl.constexpr, OFF: tl.constexpr, WIDE: tl.constexpr, FIELD: tl.constexpr, BLOCK: tl.constexpr,  # noqa: E501
           KEYS: tl.constexpr):  # fmt: skip
     """The lower two bits of wide channels of quarter FIELD at places [n] of a page, int16 [n, W],
     in their place.
@@ -525,12 +525,12 @@ def _more(
 
 @triton.jit(do_not_specialize=["table_row", "splits"])
 def combine_kernel(
-    q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, digits_ptr, waves_ptr, part_ptr, sum_ptr, out_ptr, out_token,
-    pages_ptr, page_bytes, table_ptr, table_row, starts_ptr, lengths_ptr, first_k_ptr, first_v_ptr, mean_ptr,
+    q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, digits_ptr, waves_ptr, part_ptr, sum_ptr, out_ptr, out_token,  # noqa: E501
+    pages_ptr, page_bytes, table_ptr, table_row, starts_ptr, lengths_ptr, first_k_ptr, first_v_ptr, mean_ptr,  # noqa: E501
     table_v_ptr, unit_ptr, scale, splits,
-    OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
-    OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
-    WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,  # noqa: E501
+    OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,  # noqa: E501
+    WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,  # noqa: E501
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Of one request and query head: add the splits up with the first tokens, out of their page,
@@ -628,10 +628,10 @@ def combine_kernel(
 @triton.jit(do_not_specialize=["table_row", "first_request"])
 def unpack_kernel(
     k_ptr, v_ptr, pages_ptr, page_bytes, table_ptr, table_row, lengths_ptr, places_ptr, trig_ptr,
-    mean_k_ptr, mean_v_ptr, first_k_ptr, first_v_ptr, table_k_ptr, table_v_ptr, unit_k_ptr, unit_v_ptr,
+    mean_k_ptr, mean_v_ptr, first_k_ptr, first_v_ptr, table_k_ptr, table_v_ptr, unit_k_ptr, unit_v_ptr,  # noqa: E501
     first_request,
-    OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
-    OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
+    OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,  # noqa: E501
+    OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,  # noqa: E501
     WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Keys after RoPE and values of requests, out of pages into [tokens, HEADS, D]; `places_ptr`
@@ -718,8 +718,8 @@ def unpack_kernel(
 
 
 @triton.jit
-def _unpacked(page, place, table_ptr, head, unit, early, OFF_W: tl.constexpr, OFF_E: tl.constexpr, OFF_G: tl.constexpr,
-              OFF_F: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, FINER: tl.constexpr, BLOCK: tl.constexpr,
+def _unpacked(page, place, table_ptr, head, unit, early, OFF_W: tl.constexpr, OFF_E: tl.constexpr, OFF_G: tl.constexpr,  # noqa: E501
+              OFF_F: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, FINER: tl.constexpr, BLOCK: tl.constexpr,  # noqa: E501
               KEYS: tl.constexpr):  # fmt: skip
     """Both halves [n, D / 2] of the residuals at places [n] of a page, float32."""
     HALF: tl.constexpr = D // 2
