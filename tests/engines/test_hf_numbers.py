@@ -86,7 +86,7 @@ def test_what_is_not_written_by_the_deadline_is_given_up_and_what_ended_before_i
         for p, n in zip(prompts(3), (4, 40, 40), strict=True)
     ]
     ticks = iter(range(1000))
-    monkeypatch.setattr("assay.engines.hf.engine.time.monotonic", lambda: next(ticks))
+    monkeypatch.setattr("assay.engines.hf.decoding.time.monotonic", lambda: next(ticks))
     replies = engine.generate_batch(asked, deadline=8)
     assert [r.finish_reason for r in replies] == ["length", GIVEN_UP, GIVEN_UP]
     assert replies[0].completion_tokens == 4 and 4 < (replies[1].completion_tokens or 0) < 12

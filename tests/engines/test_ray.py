@@ -495,7 +495,13 @@ def test_the_text_of_a_head_is_the_same(
 ) -> None:
     from assay.engines.hf.engine import HfEngine
     from assay_lab.heads.prompts import prompts
-    from assay_lab.heads.text import TEMPERATURES, generate_texts, on_workers, with_transformers
+    from assay_lab.heads.text import (
+        TEMPERATURES,
+        generate_texts,
+        on_workers,
+        side_by_side,
+        with_transformers,
+    )
 
     one, _, text = models
     spec = f"hf:{one}?threads=1"
@@ -511,9 +517,8 @@ def test_the_text_of_a_head_is_the_same(
         )
         with Pool(cluster.address, 0) as pool:
             spread = on_workers(pool, spec)
-            found = generate_texts(
-                asked, lambda *given: [], 12, TEMPERATURES, None, chunk=4, spread=spread
-            )
+            write = side_by_side(asked, lambda *given: [], 12, TEMPERATURES, None, 4, spread)
+            found = generate_texts(asked, write, 12, TEMPERATURES, None, chunk=4)
     assert found == expected and {t.temperature for t in found} == set(TEMPERATURES)
 
 

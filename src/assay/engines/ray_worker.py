@@ -191,8 +191,14 @@ def software() -> dict[str, Any]:
     source of assay.
     """
     there = describe()
-    known = {name: there[name] for name in ("assay", "python", "plugins", "packages")}
-    return {**known, "source of assay": source_digest(".", *packages("assay.verbs").values())}
+    known = {name: there[name] for name in ("assay", "python", "packages")}
+    # A verb that a plug-in brings is known where the command line runs; it scores nothing itself.
+    scoring = [p for p in there["plugins"] if p["group"] != "assay.verbs"]
+    return {
+        **known,
+        "plugins": scoring,
+        "source of assay": source_digest(".", *packages("assay.verbs").values()),
+    }
 
 
 def model_files(spec: str) -> dict[str, str]:
