@@ -78,6 +78,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python docs/lint_words.py
 
 types: install
 	$(BIN)/mypy

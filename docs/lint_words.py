@@ -32,7 +32,6 @@ WORDS = {
     "vouches for": "a picture: write *has a digest of*, *confirms*",
     "cry wolf": "a picture: write *false alarm*",
     "lies in the": "a place where none is meant: write *is in*",
-    "there is no such thing as": "eight words for *no*",
 }
 """Words and phrases with the reason why each is not used."""
 

@@ -623,13 +623,11 @@ def page(path: Path) -> str:
             else row["minutes"] / max(1, row["launches"])
         )
         every = row["launches_exhaustive"] * starts_needed(case.fault_rate)
-        accused = (
-            " ".join(row["accused"]) or (row.get("fault") and f"the {row['fault']}") or "nobody"
-        )
+        accused = " ".join(row["accused"]) or (row.get("fault") and f"the {row['fault']}") or "none"
         cells = (
             case.name.removesuffix(", vLLM"),
             engine_of(row),
-            " ".join(row["expected"]) or "nobody",
+            " ".join(row["expected"]) or "none",
             accused,
             "yes" if row["right"] else "**no**",
             row["launches"],

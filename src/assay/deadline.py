@@ -60,7 +60,7 @@ def limit(seconds: float) -> Iterator[None]:
 
 
 def settled(report: Report) -> Report:
-    """The report of a run that a limit cut off: its time was up, nobody interrupted it."""
+    """The report of a run that a limit cut off: its time was up, no user interrupted it."""
     ran_out, _State.ran_out = _State.ran_out, False
     if not (ran_out and report.interrupted):
         return report

@@ -122,7 +122,7 @@ class VerifyArgs(TypedDict, total=False):
     allow_unverified: bool
     """Accept files that have no digest to compare with."""
     no_digest_cache: bool
-    """Hash every file again, whatever was hashed before."""
+    """Hash every file again, also those hashed before."""
     workers: int | None
     """Threads (default: one per core)."""
 

@@ -21,7 +21,7 @@ def _silent(what: str, steps: int) -> Iterator[Advance]:
 
 
 NO_PROGRESS: Progress = _silent
-"""Tells nobody."""
+"""Discards what it is told."""
 
 
 def span(seconds: float) -> str:

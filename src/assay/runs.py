@@ -286,7 +286,7 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError, BadZipFile)
 
 
 def _remove(path: Path) -> None:
-    """Remove whatever has the name of an entry."""
+    """Remove the file or folder that has the name of an entry."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

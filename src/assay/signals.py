@@ -130,7 +130,7 @@ def handlers_kept() -> Iterator[None]:
 
 
 def _watch_reader(descriptor: int) -> None:
-    """End the run when nobody reads what `descriptor`, a pipe or a socket, is written to."""
+    """End the run when the reader of `descriptor`, a pipe or a socket, has gone."""
     try:
         kind = os.fstat(descriptor).st_mode
         if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):

@@ -195,7 +195,7 @@ Block = Table | Chart | Quote
 class Report:
     """What a verb returns.
 
-    `results` is the machine-readable answer in plain JSON types, made from whatever typed objects
+    `results` is the machine-readable answer in plain JSON types, made from the typed objects that
     it is given; `headline` has the few figures a person reads first, `blocks` the rest. Secrets of
     the run, such as an API key that a server repeats, are taken out of every text here, so that no
     writer and no caller of the API sees them.

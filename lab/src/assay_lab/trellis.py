@@ -148,7 +148,7 @@ def cheapest_path(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
 
 
 def by_torch(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
-    """`cheapest_path` by torch on any device: what the others are held against."""
+    """`cheapest_path` by torch on any device: what the others are compared with."""
     rows, count = costs.shape[:2]
     sources, choices = (torch.from_numpy(t).to(costs.device) for t in _ways(code))
     total = costs.new_full((rows, code.states), _FAR)

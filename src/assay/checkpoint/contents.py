@@ -1,4 +1,4 @@
-"""Say which files of a checkpoint nobody opens."""
+"""Say which files of a checkpoint are not opened."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ UNQUANTISED = re.compile(
     r"(^|\.)(eh_proj|weights_proj|mtp_linear_proj\.\d+|mtp_layers\.\d+\.input_proj"
     r"|compressor\.w(kv|gate)|\w+_res_proj)$"
 )
-"""Modules that engines build in full precision whatever is declared (vLLM 0.32: a plain Linear, or
+"""Modules that engines build in full precision in any case (vLLM 0.32: a plain Linear, or
 no quant_config): the entry of a draft head, the weighting of a sparse indexer, compressors.
 Official FP8 releases of DeepSeek V3 and GLM-5 store them as bfloat16 and list them nowhere."""
 

@@ -53,7 +53,7 @@ class HubRevision:
         return self.commit or self.asked
 
     def source(self) -> Source:
-        """The digests as something that files are held against."""
+        """The digests that files are compared with."""
         name = "the Hub"
         files = {
             f.path: Expected(
@@ -164,8 +164,8 @@ def read_headers(hub: HubRevision, names: Sequence[str]) -> dict[str, Header]:
 
 
 def _get(hub: HubRevision, path: str, first_bytes: int | None) -> bytes:
-    """A file, or its first bytes: never more of a body than was asked for, whatever the server
-    sends.
+    """A file, or its first bytes: never more of a body than was asked for, even if the
+    server sends more.
 
     Raises one of `http_errors`. A body that was cut short is asked for again.
     """

@@ -58,7 +58,7 @@ def _counted_files(layout: Layout, options: VerifyOptions) -> dict[str, int]:
 def _sources(
     state: VerifyState, layout: Layout, stated: Manifest | None, sizes: dict[str, int]
 ) -> list[Source]:
-    """Everybody who vouches for files: the manifest, the Hub, what was noted at the download."""
+    """The sources of digests: the manifest, the Hub, the record of the download."""
     options = state.options
     sources: list[Source] = []
     state.files.repo, state.files.revision = (
@@ -154,7 +154,7 @@ def _unread(digests: dict[str, Digest]) -> list[Finding]:
 
 
 def _unhashed(state: VerifyState, digests: dict[str, Digest]) -> list[Finding]:
-    """Say which files have no sha256 because nobody vouches for them."""
+    """Say which files have no sha256, since no source has a digest of them."""
     names = [
         f.path
         for f in state.files.results

@@ -38,7 +38,7 @@ class Manifest:
     revision: str | None = None
 
     def source(self) -> Source:
-        """The digests as something that files are held against."""
+        """The digests that files are compared with."""
         return Source(_NAME, self.files, complete=True)
 
 

@@ -181,7 +181,7 @@ def _is_head(names: list[str]) -> bool:
 def _family(checkpoint: Checkpoint) -> Family:
     if "MiMoForCausalLM" in (
         checkpoint.config.get("architectures") or ()
-    ):  # vLLM goes by this name, whatever the type
+    ):  # vLLM goes by this name, not by the type
         return FAMILIES["mimo"]
     types = (checkpoint.model_type, checkpoint.config.get("model_type"))
     return next((FAMILIES[t] for t in types if t in FAMILIES), GENERIC)
@@ -272,7 +272,7 @@ def _storage(
     return kinds, conflicts, tuple(cast)
 
 
-# Stored as `weight` with the matrix's own shape, whatever the type: a loader finds such a tensor
+# Stored as `weight` with the matrix's own shape, in any type: a loader finds such a tensor
 # and converts it.
 _SAME_NAME = frozenset({Kind.PLAIN, Kind.FP8, Kind.FP8_UNSCALED, Kind.INT8, Kind.MXFP8})
 

@@ -18,7 +18,7 @@ thread.
 """
 
 AUTO_BYTES = 64 << 30
-"""Files without a digest to hold against are hashed if the whole checkpoint is no larger than this.
+"""Files without a digest to compare with are hashed if the whole checkpoint is no larger than this.
 
 Their digests tell two copies apart, which is worth some seconds, but proves nothing, so not many
 minutes.
@@ -32,7 +32,7 @@ def silent(what: str, total: int) -> AbstractContextManager[Callable[[int], None
 
 @dataclass(frozen=True)
 class VerifyOptions(Options):
-    """What a checkpoint is held against, and how thoroughly."""
+    """What a checkpoint is compared with, and how thoroughly."""
 
     VERB, AREA = "verify", "checkpoint"
 
@@ -71,7 +71,7 @@ class VerifyOptions(Options):
         None, "Target model of this draft: a path or hub:ORG/NAME.", metavar="CHECKPOINT"
     )
     allow_unverified: bool = option(False, "Accept files that have no digest to compare with.")
-    digest_cache: bool = option(True, "Hash every file again, whatever was hashed before.")
+    digest_cache: bool = option(True, "Hash every file again, also those hashed before.")
     workers: int | None = option(None, "Threads (default: one per core).", lo=1, hi=256)
     cache_file: Path | None = option(None, listed=False)
 

@@ -1,5 +1,5 @@
-"""Render chat templates in a process of their own, with bounds: a template is a program that
-somebody else wrote.
+"""Render chat templates in a process of their own, with bounds: a template is a program from
+outside.
 
 `python render.py` reads `{template, special}` as JSON and prints `{texts}`: the conversation that
 ends with the assistant's answer, and the one that goes on. It limits its own processor time and

@@ -96,7 +96,5 @@ class VerifyState:
 
 
 def held(options: VerifyOptions) -> bool:
-    """Whether files are held against digests: whoever only writes a manifest does not ask for
-    that.
-    """
+    """Whether files are compared with digests: a run that only writes a manifest compares none."""
     return bool(options.repo or options.manifest or not options.write_manifest)

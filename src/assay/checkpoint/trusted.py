@@ -40,7 +40,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Source:
-    """Digests that somebody vouches for. A `complete` one also says which files there are."""
+    """Digests of one source. A `complete` source also says which files there are."""
 
     name: str
     files: Mapping[str, Expected]

@@ -153,8 +153,8 @@ def main(arguments: list[str] | None = None) -> None:
         t.name.startswith("ThreadPoolExecutor") and t.is_alive() for t in threading.enumerate()
     )
     if code in EXITS_INTERRUPTED or waits:
-        # Threads may still wait for answers that nobody will read, after an interrupt or the end of
-        # a budget; a normal exit would wait with them.
+        # Threads may still wait for answers that are not read any more, after an interrupt or the
+        # end of a budget; a normal exit would wait with them.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

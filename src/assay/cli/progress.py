@@ -87,7 +87,7 @@ class Speed:
         self.done, self.now = done, now
 
     def seconds(self, total: float | None) -> float | None:
-        """Until all of it is done; None while nobody knows."""
+        """Until all of it is done; None while it is unknown."""
         if not total or self.done <= self.kept or self.done > total:
             return None
         return (total - self.done) * (self.now - self.since) / (self.done - self.kept)

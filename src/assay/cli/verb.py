@@ -364,7 +364,7 @@ def _finish(
         write(report, output, files, stdout)
     except OSError as error:
         if error.filename is None and error.errno in _READER_GONE:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody is left to tell
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone
             return report.exit_code
         where = f": {error.filename}" if error.filename else ""
         print(f"assay: cannot write the report: {error.strerror}{where}", file=sys.stderr)

@@ -63,7 +63,8 @@ def grade(files: list[str]) -> Report:
     """Label finished model outputs: ok, degenerate, empty, truncated_reasoning or not_examined.
 
     A file holds raw text, or the body or stream of a server. Exit code 1 if any text is degenerate
-    or empty, 3 if the worst is truncated reasoning, 2 if a file cannot be read.
+    or empty, else 2 if a file cannot be read, else 3 if reasoning was cut off or an answer could
+    not be examined.
     """
     from assay.coherence.grade_files import grade_files
 
@@ -81,7 +82,7 @@ def verify(checkpoint: str, **given: Any) -> Report:
 
     Hashes the files and reads their headers; --values reads every number as well. Opens no pickle.
     Digests are kept, so a second run hashes only what changed. Exit code 0 pass, 1 fail, 2 could
-    not be examined, 3 files with no digest to compare with.
+    not be examined, 3 inconclusive: no digest to compare with, or an unknown format.
     """
     from assay.checkpoint.options import VerifyOptions
     from assay.checkpoint.verify import verify as verify_checkpoint
@@ -99,10 +100,11 @@ def verify(checkpoint: str, **given: Any) -> Report:
     ),
 )
 def spec(sources: list[str], **given: Any) -> Report:
-    """Judge speculative decoding from what an engine leaves: healthy, degraded, broken, off, or too
+    """Judge speculative decoding by an engine's logs and metrics: healthy, degraded, broken, off, or too
     little to tell.
 
-    Exit code 0 healthy, 1 degraded or broken, 3 off or insufficient, 2 if a source cannot be read.
+    Exit code 0 healthy, or degraded and still worth its cost; 1 broken, degraded, or it costs more
+    than it earns; 3 off, unknown or insufficient; 2 if a source cannot be read.
     """
     from assay.speculation.options import SpecOptions
     from assay.speculation.spec import examine
@@ -119,10 +121,11 @@ def spec(sources: list[str], **given: Any) -> Report:
     ),
 )
 def compare(engines: list[str], **given: Any) -> Report:
-    """Score a reference and candidates on the same tokens; judge Δppl and top-1 by their 95 %
+    """Score a reference and candidates on the same tokens; judge KL, Δppl and top-1 by their 95 %
     intervals.
 
-    Exit code 0 ACCEPT, 1 MARGINAL or REJECT, 2 could not be compared, 3 inconclusive.
+    Exit code 0 ACCEPT, 1 MARGINAL, REJECT or no longer ACCEPT, 2 could not be compared, 3
+    inconclusive.
     """
     from assay.cli.progress import say, show
     from assay.fidelity.compare import run_compare
@@ -205,7 +208,7 @@ def gate(**given: Any) -> Report:
 def card(reports: list[Path], **given: Any) -> Report:
     """Write a model-card section, results in the Hub's format and a badge from stored reports.
 
-    Exit code 0 written, whatever the reports say; 2 a file is no report, or cannot be written.
+    Exit code 0 written, also if a report says fail; 2 a file is no report, or cannot be written.
     """
     from assay.gates.card import CardOptions, run_card
 

@@ -259,7 +259,7 @@ def _quotes(record: CheckRecord) -> list[Quote]:
 
 
 def _shown_onset(sample: GradedReply) -> int | None:
-    """The onset where it lies in the part of the text that is shown; the note tells it in
+    """The onset where the part of the text that is shown contains it; the note tells it in
     any case.
     """
     inside = sample.onset_char is not None and sample.onset_char < len(sample.text_head)

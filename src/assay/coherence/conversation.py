@@ -173,7 +173,7 @@ def side_by_side(
     """Results of `work` as they come, from `parallel` threads; what is not there by `deadline` is
     given up.
 
-    An interrupt does not wait for answers that nobody will read.
+    An interrupt does not wait for answers that are not read any more.
     """
     pool = ThreadPoolExecutor(max_workers=max(1, parallel))
     waiting: set[Future[Result]] = {pool.submit(call) for call in work}

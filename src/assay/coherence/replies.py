@@ -128,6 +128,6 @@ def shown_text(reply: Reply) -> str:
 
 
 def received_chars(reply: Reply) -> int:
-    """Code points received in all fields, to hold against the tokens that were billed."""
+    """Code points received in all fields, to compare with the tokens that were billed."""
     calls = sum(len(call.name) + len(call.arguments) for call in reply.tool_calls)
     return len(reply.content) + len(reply.reasoning) + calls

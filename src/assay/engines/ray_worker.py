@@ -1,4 +1,4 @@
-"""A worker of a Ray cluster: an engine in a process of its own, on whatever node Ray put it (see
+"""A worker of a Ray cluster: an engine in a process of its own, on the node that Ray chose (see
 `ray_scorer`).
 """
 
@@ -187,7 +187,7 @@ class Worker:
 
 
 def software() -> dict[str, Any]:
-    """What has to be the same on all nodes whatever they score: packages, and the
+    """What has to be the same on all nodes with any engine: packages, and the
     source of assay.
     """
     there = describe()
@@ -273,7 +273,7 @@ def _sendable(tokenizer: TokenizerFacts) -> TokenizerFacts | None:
 
     try:
         cloudpickle.dumps(tokenizer)
-    except Exception:  # whatever a library's own objects raise
+    except Exception:  # a library's own objects may raise anything
         return None
     return tokenizer
 

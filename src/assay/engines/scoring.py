@@ -84,8 +84,8 @@ def top_two(logits: torch.Tensor) -> list[GreedyStep]:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on `device`. A GPU fetches it from pinned memory when its turn comes, and nobody
-    waits for it.
+    """The tensor on `device`. A GPU fetches it from pinned memory when its turn comes, without
+    a wait.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -105,7 +105,7 @@ def _core_of(cpu: int) -> str:
 
 def _busy_seconds(cpus: frozenset[int]) -> float | None:
     """Seconds since the start of the system in which `cpus` were not idle, own time left out; None
-    where nobody counts.
+    where that is not counted.
     """
     total, seen = 0.0, False
     for line in read_text("proc/stat").splitlines():

@@ -232,7 +232,7 @@ def _with_more(
 def _decoder(engine: Candidate, seen: Sequence[WindowObservation], cut: bool) -> Decode | None:
     """What turns ids into text, None where nothing can.
 
-    A server is asked for the tokens of the windows in advance, but not when somebody waits for an
+    A server is asked for the tokens of the windows in advance, but not when a user waits for an
     interrupted run to end; a worker has ended with the interrupt.
     """
     ids = [int(i) for i in np.unique(np.concatenate([w.tokens for w in seen]))]

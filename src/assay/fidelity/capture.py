@@ -42,7 +42,7 @@ class Capture:
             self._read()
         except AssayError:
             raise
-        except Exception as error:  # whatever a damaged file or a missing key raises
+        except Exception as error:  # a damaged file or a missing key
             self._refuse(f"cannot be read ({type(error).__name__}: {error})")
 
     def _files(self) -> None:

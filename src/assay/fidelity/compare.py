@@ -106,7 +106,7 @@ def _compare(run: Run, memory: Memory | None, rows: RowFile | None, on_result: O
 @contextmanager
 def _open_servers(run: Run) -> Iterator[dict[str, Candidate]]:
     """The servers among the sides, open; AssayError for one that cannot be compared, before
-    anything is scored. Those that nobody has taken are closed at the end.
+    anything is scored. Those that were not taken are closed at the end.
     """
     servers: dict[str, Candidate] = {}
     try:

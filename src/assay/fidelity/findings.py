@@ -186,8 +186,8 @@ def top1_text(summary: Summary) -> str:
 
 
 def beyond_text(summary: Summary) -> str:
-    """`, beyond rounding 0.41 %`: how many of the likeliest tokens changed; empty where nobody
-    knows.
+    """`, beyond rounding 0.41 %`: how many of the likeliest tokens changed; empty where
+    that is unknown.
     """
     return (
         ""

@@ -80,7 +80,7 @@ class Memory:
     together: bool = False
     """Whether the reference stays in memory beside a candidate."""
     unknown: Sequence[str] = ()
-    """Sides whose size nobody knows before they are opened."""
+    """Sides whose size is unknown before they are opened."""
     elsewhere: bool = False
     """Whether an engine runs in a process of its own, whose memory is not measured here."""
 

@@ -35,8 +35,8 @@ class Reference:
     text_facts: Mapping[str, Any]
     floors: Floors = field(default_factory=Floors)
     probe_ids: Sequence[int] | None = None
-    """Its ids of the probe text (`assay.fidelity.text.tokenizer_proof`), None where nobody knows
-    them.
+    """Its ids of the probe text (`assay.fidelity.text.tokenizer_proof`), None where they are
+    unknown.
     """
     greedy: Continued = field(
         default_factory=lambda: Continued(reason="a stored reference has no model")
@@ -49,10 +49,10 @@ class Reference:
     """
     model_sha256: Mapping[str, str] = field(default_factory=dict)
     """Digests of the files of its model, by which a stranger's copy is known as the same; empty
-    where nobody knows.
+    where that is unknown.
     """
     fingerprint: str = ""
-    """`identity.fingerprint` of what scored it; empty where nobody knows."""
+    """`identity.fingerprint` of what scored it; empty where that is unknown."""
     routing: Routing | None = None
     """What its routers choose, where the plan asks for it."""
     plan: Plan | None = None

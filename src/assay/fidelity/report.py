@@ -206,7 +206,7 @@ def headline(results: Sequence[CandidateResult]) -> list[Metric]:
 
 
 def threads_text(engine: Mapping[str, Any]) -> str:
-    """How many threads of a CPU scored; empty where another device did, or nobody knows."""
+    """How many threads of a CPU scored; empty where another device did, or it is unknown."""
     threads = engine.get("threads")
     if not threads or engine.get("device", "cpu") != "cpu":
         return ""

@@ -71,7 +71,7 @@ class CandidateResult:
 
 
 def verdict_of(result: CandidateResult, allow_marginal: bool) -> Verdict:
-    """ACCEPT passes, MARGINAL where it is allowed; a reference against itself passes whatever the
+    """ACCEPT passes, MARGINAL where it is allowed; a reference against itself passes with any
     number of windows.
     """
     if result.summary.nonfinite:

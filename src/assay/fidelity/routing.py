@@ -2,7 +2,7 @@
 the KL that makes up.
 
 transformers 5 calls the experts of a layer with the hidden states, the chosen experts [n, k] and
-their gate weights [n, k], whatever the router before them does. A hook reads these two, and in a
+their gate weights [n, k], after any router. A hook reads these two, and in a
 second pass puts those of the reference in their place: the KL that is left then has other causes
 than routing. The reference's are kept on the disk, so that only one model is in memory.
 """

@@ -195,7 +195,7 @@ def judged_estimates(
 
 EARLY = 0.9999
 """Confidence of the intervals that may end a run before its plan is done: so many looks more cost
-next to no error.
+hardly any error.
 """
 
 

@@ -215,9 +215,7 @@ def read_report(report: Path | Report, candidate: str | None = None) -> list[Mea
         if data["schema"] != SCHEMA or data["command"] not in known_commands():
             raise ValueError("no report that a card can show")
         found = list(_measured(data, candidate, name))
-        for (
-            measured
-        ) in found:  # whatever is not as it should be shows here, not half-way through writing
+        for measured in found:  # a fault shows here, not half-way through writing
             card([measured], CardOptions(), "badge.svg")
             badge_of([measured])
         return found

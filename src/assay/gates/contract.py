@@ -63,7 +63,7 @@ class Subject(Options):
 
 @dataclass(frozen=True)
 class Against(Options):
-    """What the subject is held against; for `compare` an engine or a pack."""
+    """What the subject is compared with; for `compare` an engine or a pack."""
 
     engine: str | None = option(
         None, "hf:MODEL, vllm:MODEL, gguf:FILE or run:DIR, with options after '?'."

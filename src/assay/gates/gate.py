@@ -251,7 +251,7 @@ class Servers:
         self.seen: list[dict[str, Any]] = []
 
     def look(self, times: int = 1) -> None:
-        """Ask who answers; where nobody does, the parts say so themselves."""
+        """Ask who answers; without an answer the parts say so themselves."""
         for _ in range(times if self.url else 0):
             with (
                 suppress(AssayError),

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 TEXT_TOKENS = 16
 MOST_CHARS = 200
-"""Of whatever a server says: no answer may fill the memory or the disk of a watch that runs for
+"""Most of an answer that is kept: none may fill the memory or the disk of a watch that runs for
 months.
 """
 GARBAGE_BITS = 3.0
@@ -231,7 +231,7 @@ class Canary:
             self.engine = None
 
     def round(self) -> Round:
-        """Ask one round; whatever a server does is told by the round's state."""
+        """Ask one round; the round's state tells what the server did."""
         now = self.clock()
         self.budget.earn(now - self._last)
         self._last = now

@@ -8,7 +8,7 @@ Formulas. With a one-sided null hypothesis E[x | past] ≤ m and x ≥ −a, eve
 (m + a) with 0 ≤ λ < 1 is a non-negative number of mean ≤ 1 (Waudby-Smith and Ramdas, J. R. Stat.
 Soc. B 86 (2024) 1, section 4). The Shiryaev–Roberts detector R ← (R + 1) L then has E[R at any
 stopping time τ] ≤ E[τ], so that the mean time to a false alarm of "R ≥ c" is at least c rounds
-whatever the distribution of x is (Shin, Ramdas and Rinaldo, New Engl. J. Stat. Data Sci. 2 (2024)
+for any distribution of x (Shin, Ramdas and Rinaldo, New Engl. J. Stat. Data Sci. 2 (2024)
 229, definition 2.2 and theorem 2.4; for a likelihood ratio Pollak, Ann. Stat. 15 (1987) 749). A
 mean over several λ keeps that. Here c = (quantities) × (rounds a month) / (false alarms a month),
 so all detectors together keep the rate.

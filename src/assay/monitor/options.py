@@ -9,7 +9,7 @@ from assay.options import Options, option
 
 @dataclass(frozen=True)
 class WatchOptions(Options):
-    """How often to look, how hard, and whom to tell."""
+    """How often to look, how hard, and where alarms go."""
 
     VERB, AREA = "watch", "server"
 

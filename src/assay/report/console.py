@@ -252,7 +252,7 @@ def emit(console: Console, parts: Iterable[RenderableType], stream: TextIO) -> N
     """Print the parts to `stream`. What its encoding lacks becomes `?` instead of an error."""
     with console.capture() as captured:
         for part in parts:
-            # A command stays one line, whatever the width, so that it can be copied.
+            # A command stays one line at any width, so that it can be copied.
             console.print(part, soft_wrap=isinstance(part, Text) and part.no_wrap is True)
     text = captured.get()
     if not console.is_terminal:

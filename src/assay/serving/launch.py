@@ -212,7 +212,7 @@ def launched(
                 _await(watched, f"http://127.0.0.1:{at}", log, timeout, health, api_key, model)
             except StartFailed as failed:
                 if attempt < 2 and not port and failed.kind == "died" and _PORT.search(failed.said):
-                    continue  # somebody took the port between the choice and the start
+                    continue  # another program took the port between the choice and the start
                 raise
             finally:
                 held.close()

@@ -137,7 +137,7 @@ class Bench:
         return state
 
     def _surely(self, tally: Tally) -> int:
-        """How many starts more a decision needs at least, whatever they show."""
+        """How many starts more a decision needs at least, with any results."""
         count = 1
         most = min(MOST_STARTS - tally.starts, 3 - tally.unclear)
         if not tally.bad + tally.good:

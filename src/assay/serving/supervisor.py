@@ -5,9 +5,9 @@ It is run by its path with the standard library alone. Orphans of the server bec
 (PR_SET_CHILD_SUBREAPER), so that also a worker that left the process group is found. It ends the
 server when its standard input closes.
 
-A worker of Ray that ends kills its own children with SIGKILL, after which nobody would end what the
-server started: with ASSAY_SUPERVISOR_APART a process between the two is that child, and its end is
-the supervisor's request to end.
+A worker of Ray that ends kills its own children with SIGKILL, after which nothing would end what
+the server started: with ASSAY_SUPERVISOR_APART a process between the two is that child, and its
+end is the supervisor's request to end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 GRACE = 3.0
-"""Seconds between the request to end and the end: a server whose answers nobody reads any more may
+"""Seconds between the request to end and the end: a server whose answers are not read any more may
 wait for its clients.
 """
 _PDEATHSIG, _SUBREAPER = 1, 36

@@ -104,7 +104,7 @@ class Seen:
     state: State
     bad: Mapping[str, str] = field(default_factory=dict)
     certain: bool = False
-    """Bad beyond doubt: so many looks more would cost next to no error."""
+    """Bad beyond doubt: further starts would change the answer with hardly any chance."""
     findings: tuple[Any, ...] = ()
 
 

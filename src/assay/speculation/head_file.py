@@ -25,8 +25,8 @@ class HeadFile:
     findings: tuple[Finding, ...]
 
     def softened(self) -> HeadFile:
-        """The same with errors as warnings: for a run whose acceptance is fine whatever the file
-        says.
+        """The same with errors as warnings: for a run whose acceptance is fine although the file
+        is not.
         """
         soft = [
             replace(f, severity=max(f.severity, Severity.WARNING, key=list(Severity).index))

@@ -1,8 +1,8 @@
 """Does speculation change the text? Compare a server with one that does not speculate.
 
-Byte equality is the wrong question: two runs of the *same* server may part where two tokens are a
-hair apart, since another batch shape rounds otherwise. So (1) greedy texts are compared up to
-where they part, and the gap between the two candidate tokens is held against the noise of the
+Byte equality is the wrong question: two runs of the *same* server may part where two tokens are
+nearly equal, since another batch shape rounds otherwise. So (1) greedy texts are compared up to
+where they part, and the gap between the two candidate tokens is compared with the noise of the
 log-probabilities that both servers give to the tokens they agree on; (2) sampled texts are
 compared as distributions, by permuting which server they came from.
 """

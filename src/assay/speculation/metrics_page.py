@@ -56,7 +56,7 @@ def pages(samples: list[Sample]) -> Iterator[list[Sample]]:
 
 
 def has_samples(text: str) -> bool:
-    """Whether any line of a text is a sample, of whatever metric."""
+    """Whether any line of a text is a sample of any metric."""
     return any(_SAMPLE.match(line[:_LONGEST_LINE]) for line in text[: 1 << 20].splitlines())
 
 
@@ -132,7 +132,7 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 
 def _otlp(value: Any) -> Iterator[dict[str, Any]]:
-    """All metrics in `resourceMetrics`, whatever the scopes around them."""
+    """All metrics in `resourceMetrics`, within any scopes."""
     for child in _dicts(value):
         if isinstance(child.get("name"), str):
             yield child

@@ -117,7 +117,7 @@ class Reading:
         return new
 
     def document(self, value: Any) -> None:
-        """Read a parsed JSON document, whatever it is wrapped in."""
+        """Read a parsed JSON document, in any wrapping."""
         samples = json_samples(value)
         if samples:
             self._pages(samples)

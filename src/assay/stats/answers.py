@@ -87,7 +87,7 @@ def _bound(b: int, c: int, n: int, side: float) -> float:
 
 
 def counted_answers(ours: int, asked: int, theirs: int, asked_theirs: int) -> Answers:
-    """From two counts alone, where nobody knows which questions were the same: Newcombe's interval,
+    """From two counts alone, where the pairs of questions are unknown: Newcombe's interval,
     a pooled z test.
     """
     interval = newcombe(ours, asked, theirs, asked_theirs)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from assay.stats.interval import Interval, check_confidence
 
 _BLOCK = 1 << 21
-"""Numbers worked on at once: bounds the memory at some tens of MB whatever the number of clusters.
+"""Numbers worked on at once: bounds the memory at some tens of MB for any number of clusters.
 """
 
 

@@ -71,7 +71,7 @@ class Judgement:
     `aim` is the better grade that is still open (None where nothing is); `windows_needed` are the
     windows at which its margins would hold if the estimates stay where they are, None where they
     lie outside it. `accept_excluded` says that some interval lies wholly outside the margins of
-    ACCEPT: whatever else is open, it is no ACCEPT.
+    ACCEPT, so the grade cannot become ACCEPT.
     """
 
     grade: Grade

@@ -26,8 +26,8 @@ def confidence_of_analysis(number: int) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted p-values in the order given: p̃₍ᵢ₎ = max over j ≤ i of min(1, (m − j + 1) p₍ⱼ₎).
 
-    Rejecting every test with p̃ ≤ α keeps the chance of one false rejection or more at α, whatever
-    the dependence.
+    Rejecting every test with p̃ ≤ α keeps the chance of one false rejection or more at α, under
+    any dependence.
     """
     if any(not 0.0 <= p <= 1.0 for p in p_values):
         raise ValueError(f"p-values must lie between 0 and 1, got {list(p_values)}")

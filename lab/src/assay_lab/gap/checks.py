@@ -38,7 +38,7 @@ def check_step(
     """ΔNLL of a step that was measured directly, against the difference of two runs which its
     bucket is; by window.
 
-    KL cannot be held against it: KL(p_before‖p_after) is another quantity than the step of
+    KL cannot be compared with it: KL(p_before‖p_after) is another quantity than the step of
     KL(p_ref‖·).
     """
     sums = aligned({"direct": direct, "before": before, "after": after})

@@ -59,8 +59,8 @@ class GapPlan(GapOptions):
 
     @property
     def other_batch(self) -> int:
-        """A batch of another size, for what is measured again: two rounds instead of one, whatever
-        the size.
+        """A batch of another size, for what is measured again: two rounds instead of one at any
+        size.
 
         Of fewer windows than a batch holds it is smaller than their number, or both would be the
         same batch.

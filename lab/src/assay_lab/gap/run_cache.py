@@ -62,7 +62,7 @@ class RunCache:
         self.run_seconds: list[tuple[str, float]] = []
         """Mode and seconds of each configuration, its anchor included."""
         self.planned = 0
-        """About how many configurations will be measured, where somebody has counted them."""
+        """About how many configurations will be measured, where that was counted."""
         self.facts: dict[str, Mapping[str, Any]] = {}
         self.measured: dict[str, Measured] = {}
         self.windows: dict[str, list[Window]] = {}

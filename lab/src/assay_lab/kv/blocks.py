@@ -415,7 +415,7 @@ class BlockCodec:
             inputs = stream.inputs(total, decoded, room)
             self._read(stream, words, begins[number], ends[number], coded, columns, _bits(inputs))
             i, turned = "kv".index(name), name == "k" and facts.before_rope
-            # Of two layers at a time: nobody predicts from farther below.
+            # Of two layers at a time: no layer predicts from farther below.
             found = torch.mm(stream.weight, inputs, out=kept[layer % 2, i])
             if (layer, name) in self._needed:
                 decoded[layer, name] = found

@@ -30,8 +30,8 @@ _SERVER = "vllm.entrypoints.openai.api_server"
 
 @dataclass(frozen=True)
 class ServeArgs:
-    """A parsed command line: values by canonical option (None for a switch), and options nobody
-    knows.
+    """A parsed command line: values by canonical option (None for a switch), and unknown
+    options.
     """
 
     options: dict[str, str | None] = field(default_factory=dict)

@@ -143,7 +143,7 @@ def resolve(
 def _forced(
     method: str | None, algorithm: str | None, model_type: str | None, version: Version
 ) -> str | None:
-    """The method that these checkpoints get whatever the flag says."""
+    """The method that these checkpoints get with any flag."""
     if method in {"auto-round", "inc"}:
         return "inc" if version >= _FIRST_INC else None
     if method in {"modelopt", "modelopt_fp4", "modelopt_mixed"}:

@@ -30,7 +30,7 @@ def examine_flags(state: VerifyState, serve: ServeArgs | None) -> None:
 
 
 def _draft_of(state: VerifyState, serve: ServeArgs) -> None:
-    """A draft that --speculative-config names by a local path is held against this target."""
+    """A draft that --speculative-config names by a local path is compared with this target."""
     settings = serve.structure("--speculative-config") or {}
     model = settings.get("model")
     if isinstance(model, str) and Path(model).is_dir():

@@ -141,7 +141,8 @@ def auto_round(found: Found) -> Declared:
     """AutoRound: the blocks of `block_name_to_quantize`, but for `extra_config` entries of 16 bits
     and more.
 
-    A checkpoint without `packing_format` is decoded in GPTQ's layout, whatever its tensors are.
+    A checkpoint without `packing_format` is decoded in GPTQ's layout, even if
+    its tensors have another.
     """
     raw = found.raw
     packing = raw.get("packing_format") or "auto_round:auto_gptq"
@@ -189,10 +190,10 @@ def _in_block(module: str, block: str) -> bool:
 
 
 def mlx(found: Found) -> Declared:
-    """mlx-lm: what has scales is packed, whatever else is plain; a module may have bits and group
+    """mlx-lm: what has scales is packed, the rest is plain; a module may have bits and group
     size of its own.
 
-    Only the packing is held against the declaration: engines other than MLX do not read this
+    Only the packing is compared with the declaration: engines other than MLX do not read this
     format.
     """
     raw = found.raw

@@ -31,7 +31,7 @@ _OPENS = {")": "(", "]": "[", "}": "{"}
 
 
 def detect_brackets(view: TextView) -> Detection | None:
-    """The first row of bare brackets that nobody would write."""
+    """The first row of bare brackets that people do not write."""
     for row in _EMPTY.finditer(view.text):
         count = len(_PAIR.findall(row.group()))
         if count >= _limit(view, row):

@@ -1,7 +1,7 @@
 """Floods: one character, few characters or bare brackets over and over.
 
 How long a run may be depends on the character: rules, banners and progress bars are drawn with `-`,
-`=`, `*`, `#`; base64 of zeros is full of `A`; nobody writes sixty `!`.
+`=`, `*`, `#`; base64 of zeros is full of `A`; people do not write sixty `!`.
 """
 
 from __future__ import annotations

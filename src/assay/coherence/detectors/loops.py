@@ -36,7 +36,7 @@ in.
 _CODE = frozenset("<>{};=|")
 """Marks of code and markup, where equal items follow one another by right."""
 LONG_SENTENCE = 16
-"""Words: nobody says a longer sentence five times, or three times and begins once more."""
+"""Words: people do not say a longer sentence five times, or three times and begins once more."""
 LOOK_BACK = 200
 """Code points looked at before a run to see what stands on its line."""
 MAX_GAP = 4
@@ -243,7 +243,7 @@ def is_fault(loop: Loop, ending: Ending) -> bool:
     if kind is UnitClass.DATA:
         return _data_fault(loop, ending)
     if ending is Ending.CUT and loop.open_ended and loop.repeats >= 4 and loop.chars >= CUT_COPIES:
-        return True  # nobody knows when it would have ended, and four copies are no accident
+        return True  # its end is unknown, and four copies are no accident
     if loop.line_aligned and loop.concluded and ("\n" in loop.unit or is_sentence(loop.unit)):
         return loop.repeats >= CONCLUDED_LINES
     if any(c in _CODE for c in loop.unit):

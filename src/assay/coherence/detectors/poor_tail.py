@@ -3,7 +3,7 @@ breaks between or not.
 
 `? ? ?` on lines of their own, `. , . . ,`, `$$'$$''$`: no run is long and no period fits. The
 entropy of the characters tells: prose has over 4 bits a character, code over 3.5. So does the
-share of the commonest one, whatever stands between: of prose every eighth is an `e`. What is
+share of the commonest one, with anything between: of prose every eighth is an `e`. What is
 drawn (rules, boxes) or counted (numbers, hex dumps, DNA) has few as well, and is left alone.
 """
 

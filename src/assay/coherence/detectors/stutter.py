@@ -8,7 +8,7 @@ a run against the healthy one.
 
 Much doubling is right: "had had", "very very", names ("Duran Duran"), reduplication, code, lists
 and refrains. So code and tables are left out; in English a doubled word must be a word of the
-dictionary that nobody says twice; in other languages, of which many double words by grammar, one
+dictionary that is not said twice; in other languages, of which many double words by grammar, one
 that the text uses again and again, as articles are.
 """
 

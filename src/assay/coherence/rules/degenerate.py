@@ -22,7 +22,7 @@ HARD_MARGIN = 0.02
 writes one in forty.
 """
 MAJORITY = 0.5
-"""Without a reference: more degenerate texts than this (lower bound) is a failure, whatever their
+"""Without a reference: more degenerate texts than this (lower bound) is a failure, of any
 kind.
 """
 TOLERATED = 1 / 3

@@ -9,7 +9,7 @@ from assay.stats import wilson
 from assay.verdict import Severity
 
 HIDDEN_TOKENS = 20
-"""Tokens that must have been billed before missing text is held against the server."""
+"""Tokens that must have been billed before missing text counts against the server."""
 
 
 def hidden_tokens(record: CheckRecord, reference: CheckRecord | None, confidence: float) -> Rulings:

@@ -56,7 +56,7 @@ def _most_shared(record: CheckRecord) -> tuple[int, int, str]:
     questions = {(probe.name, s.variant) for probe in record.probes for s in probe.samples}
     for probe in record.probes:
         for sample in probe.samples:
-            # Degenerate texts are held against the server elsewhere, and loops of one kind look
+            # Degenerate texts have a rule of their own, and loops of one kind look
             # alike.
             if sample.label == "ok" and sample.text_chars >= LEAST_CHARS:
                 asked[sample.text_head, sample.text_chars].add((probe.name, sample.variant))

@@ -40,7 +40,7 @@ it alone.
 
 
 _AT_ONCE = 8
-"""Windows that run together where nobody says how many."""
+"""Windows that run together by default."""
 
 
 class GgufScorer:

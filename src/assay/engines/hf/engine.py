@@ -109,9 +109,7 @@ class HfEngine:
                 )
         except AssayError:
             raise
-        except (
-            Exception
-        ) as error:  # whatever a checkpoint of any kind makes transformers stumble over
+        except Exception as error:  # any error that a checkpoint makes transformers raise
             raise cannot_load(spec, error) from error
         return cls(spec, model, tokenizer, size)
 

@@ -348,7 +348,7 @@ def _bytes_read(model: Any, windows: Sequence[Window], job: ScoreJob) -> int | N
     """K and V bytes of earlier blocks that attention reads in all steps, were no layer to slide. 0
     for prefill.
 
-    None where nobody knows what a token takes.
+    None where the size of a token is unknown.
     """
     if job.path is ScoringPath.PREFILL:
         return 0

@@ -49,7 +49,7 @@ from assay.engines.vllm.worker import Failure, merged
 from assay.errors import AssayError, UsageError
 
 _AT_ONCE = 64
-"""Windows that run together where nobody says how many: more make no GPU faster, and their states
+"""Windows that run together by default: more make no GPU faster, and their states
 need room too.
 """
 _Taken = TypeVar("_Taken")

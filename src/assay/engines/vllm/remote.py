@@ -167,7 +167,7 @@ class RemoteCore:
             sent: Head | HeadFile = Head(
                 head.weight, head.bias, softcap=head.softcap, scale=head.scale
             )
-            if self._ranks > 1:  # they read their rows, so that nobody is sent the whole
+            if self._ranks > 1:  # each reads its rows, so that none is sent the whole
                 sent = HeadFile.of(head, self._folder, number)
             self._call("keep_head", number, sent)
             self._heads.append(head)
@@ -205,7 +205,7 @@ class RemoteCore:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _error(self, kind: str, message: str, facts: Mapping[str, Any]) -> AssayError:
-        if kind == "interrupted":  # by somebody else than this side
+        if kind == "interrupted":  # not by this side
             return AssayError(
                 f"the vLLM worker for {self._name} was interrupted",
                 finding_id="fidelity.engine_failed",

@@ -128,7 +128,7 @@ def main() -> None:
     """Entry of the process."""
     threading.Thread(target=leave_with_parent, args=(os.getppid(),), daemon=True).start()
     with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)  # whatever prints must not get between the answers
+        os.dup2(2, 1)  # no print may get between the answers
         serve(sys.stdin.buffer, answers)
 
 

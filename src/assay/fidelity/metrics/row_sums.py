@@ -26,7 +26,7 @@ class RowSums:
     """Sums of n rows, each [n] and float64 but for `same_best`.
 
     `p_sum` Σ e^a, `q_sum` Σ e^b, `p_dot` Σ e^a (a − b), `q_dot` Σ e^b (a − b), where a weight of 0
-    makes its term 0 whatever it is multiplied with; `ref_max` the reference's largest logit,
+    makes its term 0 with any factor; `ref_max` the reference's largest logit,
     `gold_a` and `gold_b` a and b of the token that came, `best_a` a of the candidate's likeliest
     token, `tv` ½ Σ |e^a / Σ e^a − e^b / Σ e^b| over what the reference keeps, `same_best` whether
     both sides have the same likeliest token (the lowest id of those that tie).
@@ -59,7 +59,7 @@ def row_sums(
     """Sums of logits [n, V] of two sides, and what is left out where the reference is only a part
     (`rest`).
 
-    Float32 inside, whatever the logits are. On a GPU nothing here waits for its results.
+    Float32 inside, for logits of any type. On a GPU nothing here waits for its results.
     """
     (ref_max, ref_best), (cand_max, cand_best) = first_max(ref), first_max(cand)
     a, b = shifted(ref, ref_max), shifted(cand, cand_max)

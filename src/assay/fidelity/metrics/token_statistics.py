@@ -21,8 +21,8 @@ such a lower bound too.
 
 A likeliest token that differs is a flip *beyond rounding* where the candidate's choice lies more
 than one step of bf16 below the reference's own in the reference's logits. The step is 2^(e − 7) for
-a logit between 2^e and 2^(e + 1), taken at the larger of the two. It is that of bf16 whatever
-either side computes in: the figure then does not depend on the type of the logits, in which alone
+a logit between 2^e and 2^(e + 1), taken at the larger of the two. It is that of bf16 for
+sides of any type: the figure then does not depend on the type of the logits, in which alone
 two likely tokens may tie or not.
 
 Where ranks hold a vocabulary shard each (tensor parallelism), every sum above is taken over a

@@ -8,7 +8,7 @@ from a checkpoint (`pack:FILE?head=FOLDER`) or from the candidate, and counts on
 that of the pack.
 
 The manifest carries its own hash, and a signature where a key was given (`signature`): who has the
-secret, or the public half of the key, can tell that nobody else changed the pack. Without a key the
+secret, or the public half of the key, can tell that the pack is unchanged. Without a key the
 hash tells damage only.
 """
 

@@ -158,7 +158,7 @@ def read_pack(path: Path, key: Path | None = None) -> Pack:
         )
     except AssayError:
         raise
-    except Exception as error:  # whatever safetensors or a strange manifest raises
+    except Exception as error:  # safetensors, or a strange manifest
         raise altered(path, f"it cannot be read ({type(error).__name__})") from error
     if any(
         w.sha256 != entry["sha256"] for w, entry in zip(windows, manifest["windows"], strict=True)

@@ -97,7 +97,7 @@ class StoredWindow:
 
 @dataclass(frozen=True)
 class StoreSize:
-    """How large a store is. The head is counted apart: it is there once, whatever the number of
+    """How large a store is. The head is counted apart: it is there once, for any number of
     tokens.
     """
 

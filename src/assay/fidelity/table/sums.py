@@ -1,6 +1,6 @@
 """Sums of rows by cluster, made by DuckDB within a bounded memory.
 
-It runs on one thread, so that the same rows give the same numbers bit for bit whatever their order.
+It runs on one thread, so that the same rows give the same numbers bit for bit in any order.
 Means are ratios of sums with the cluster-robust error of `assay.stats`: weights are tokens,
 clusters those of the run.
 """

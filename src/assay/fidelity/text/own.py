@@ -40,8 +40,8 @@ def generate_text(
     """At least `tokens` tokens sampled at temperature 1 from `engine`, in texts of `per_text`
     tokens.
 
-    `start` are the ids that every text continues: the start token, or whatever separates documents
-    for the model. Text i has the seed `seed` + i, and goes on past the end-of-text token. `advance`
+    `start` are the ids that every text continues: the start token, or the model's separator of
+    documents. Text i has the seed `seed` + i, and goes on past the end-of-text token. `advance`
     is called after each text. AssayError where the engine writes nothing.
     """
     for needed in (Capability.TOKEN_IDS_PROMPT, Capability.IGNORE_EOS):

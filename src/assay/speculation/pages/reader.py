@@ -216,7 +216,7 @@ def _length(mean_accepted: float | None) -> float | None:
 
 
 def _counts(run: _Run) -> Counts | None:
-    """Counts where accepted tokens have something to be held against."""
+    """Counts where accepted tokens have something to be compared with."""
     if run.lengths:
         deepest = max(run.lengths) - 1
         at = tuple(sum(n > i + 1 for n in run.lengths) for i in range(deepest))

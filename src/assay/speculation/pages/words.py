@@ -193,7 +193,7 @@ def statistic_of(label: str) -> str | None:
 
 
 def names_drafting(label: str) -> bool:
-    """Whether a label has to do with drafting or acceptance, whatever it means."""
+    """Whether a label has to do with drafting or acceptance, in any sense."""
     words = plain(label)
     return bool(_NAMES_DRAFTING.search(words) or re.search(r"\baccept", words))
 

@@ -199,7 +199,7 @@ class Figures:
             and accepted is not None
             and accepted > drafted + max(8, drafted // 50)
         ):
-            return None  # whatever these count, it is not this
+            return None  # these count something else
         block = self.count("block")
         depth = self.count("depth") or (block - 1 if block else None)
         if depth is not None and (

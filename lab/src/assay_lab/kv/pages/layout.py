@@ -256,7 +256,7 @@ def together(
     return found
 
 
-# The codec in plain torch: what kernels are held against.
+# The codec in plain torch: what kernels are compared with.
 
 
 def quantise(
