@@ -211,7 +211,7 @@ def bundle_verify(bundle: Place) -> Report:
 
 
 def spec(*sources: Place, **options: Unpack[SpecArgs]) -> Report:
-    """Judge speculative decoding by what an engine leaves behind.
+    """Judge speculative decoding by an engine's logs, metrics or responses.
 
     Args:
         *sources: Logs, metrics pages, responses as files, or the URL of a server.

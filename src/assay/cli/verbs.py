@@ -100,8 +100,8 @@ def verify(checkpoint: str, **given: Any) -> Report:
     ),
 )
 def spec(sources: list[str], **given: Any) -> Report:
-    """Judge speculative decoding by an engine's logs and metrics: healthy, degraded, broken, off, or too
-    little to tell.
+    """Judge speculative decoding by an engine's logs and metrics: healthy, degraded, broken, off,
+    or too little to tell.
 
     Exit code 0 healthy, or degraded and still worth its cost; 1 broken, degraded, or it costs more
     than it earns; 3 off, unknown or insufficient; 2 if a source cannot be read.
