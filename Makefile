@@ -13,7 +13,7 @@ export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 # Several workers and hundreds of processes would compile the same files anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install system demo test test-fast test-slow test-wheel test-llama lint types docs clean
+.PHONY: help install system demo test test-fast test-slow test-wheel test-llama fuzz lint types docs clean
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -73,6 +73,10 @@ test-llama: install  ## Build llama.cpp from llama-cpp-python's sdist (once, int
 	PYTHON=$(BIN)/python bash benchmarks/build_llama_cpp_python.sh
 	$(BIN)/python -c "from assay.demo.models import build_smollm2; build_smollm2()"
 	$(PYTEST) -n 2 -m "llama and not slow"
+
+FUZZ_SECONDS ?= 60
+fuzz: install    ## Give hostile documents to every reader, for FUZZ_SECONDS (60)
+	ASSAY_CACHE=$$(mktemp -d) $(BIN)/python tests/fuzz/fuzz.py --seconds $(FUZZ_SECONDS) --seed $$(date +%j)
 
 lint: install
 	$(BIN)/ruff check .

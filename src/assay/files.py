@@ -7,6 +7,7 @@ Every failure is an `AssayError` with one clear line.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import stat
@@ -18,6 +19,8 @@ from assay.errors import AssayError
 
 UNREADABLE = "file.unreadable"
 """The finding of a file that cannot be read, unless the caller names its own."""
+MOST_TEXT_BYTES = 4 << 30
+"""The longest text that is read whole."""
 MOST_JSON_BYTES = 64 << 20
 """The longest JSON file that is read, unless the caller sets another limit."""
 _PIECE, _CHUNK = 1 << 16, 1 << 24
@@ -135,6 +138,29 @@ def read_json(
         raise _error(path, f"it holds no JSON that can be read: {error}", finding_id, remedy) from (
             None
         )
+
+
+def bytes_of(path: str | os.PathLike[str], most_bytes: int = MOST_TEXT_BYTES) -> bytes:
+    """The whole of a regular file, for a caller that words the error itself.
+
+    Raises:
+        OSError: The file is absent, no regular file, unreadable or longer than `most_bytes`.
+    """
+    with _opened(path, "it", pipes=False) as file:
+        data = _at_most(file, most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", os.fspath(path))
+    return data
+
+
+def json_of(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES) -> Any:
+    """The JSON value in a regular file, for a caller that words the error itself.
+
+    Raises:
+        OSError: As `bytes_of`.
+        ValueError: The file holds no JSON value within the bounds of `bounded_json`.
+    """
+    return loads(bytes_of(path, most_bytes))
 
 
 def kind_of(mode: int) -> str | None:

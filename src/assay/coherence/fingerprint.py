@@ -20,6 +20,7 @@ from typing import Any
 from assay.coherence.passages import passages
 from assay.coherence.record import from_fields
 from assay.errors import AssayError
+from assay.files import json_of
 from assay.runs import write_atomically
 from assay.verdict import jsonable
 
@@ -132,7 +133,7 @@ def read_fingerprint(path: Path) -> Fingerprint:
         )
 
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json_of(path)
         if document.get("command") == "check":
             return _of_check(document)
         if document["format"] != FORMAT:

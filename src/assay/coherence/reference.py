@@ -18,6 +18,7 @@ from assay.coherence.stages import Stage
 from assay.engines import full_spec
 from assay.environment import VERSION
 from assay.errors import AssayError, UsageError
+from assay.files import json_of
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import cache_dir, keep_value, read_value
 
@@ -30,7 +31,7 @@ def read_reference(path: Path) -> Reference:
     """
     name = path.name  # a report may be shown to others, so no folder of this machine
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json_of(path)
     except OSError as error:
         raise _unusable(f"cannot read the reference {name}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

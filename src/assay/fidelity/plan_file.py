@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from assay.fidelity.plan import Plan, usage_error
+from assay.files import json_of
 
 
 def read_plan(path: Path, overrides: Mapping[str, Any]) -> Plan:
@@ -53,7 +53,7 @@ def plan_from(data: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
 def plan_of_result(path: Path, overrides: Mapping[str, Any]) -> Plan:
     """The plan that a result of `assay compare --json` echoes; UsageError where it holds none."""
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))["subject"]["plan"]
+        plan = json_of(path)["subject"]["plan"]
         if not isinstance(plan, dict):
             raise TypeError
     except OSError as error:

@@ -11,7 +11,6 @@ errors from another model and from vLLM (`lab/benchmarks/heads/heads_tables.py`,
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.errors import UsageError
+from assay.files import json_of
 from assay.verdict import Finding, Severity, Table
 
 BETA = 0.00
@@ -79,7 +79,7 @@ def read_change(text: str) -> Change:
 
 def _of_comparison(path: Path) -> Change:
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))["results"]
+        results = json_of(path)["results"]
         tv, kl = (results.get("tv") or {}).get("mean"), (results.get("kld") or {}).get("mean")
     except (OSError, UnicodeDecodeError) as error:
         raise _unusable(

@@ -5,7 +5,6 @@ A result of `assay compare --json` is turned into such rows.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from assay.errors import AssayError
+from assay.files import json_of
 
 FORMAT = "assay-rows/1"
 
@@ -190,7 +190,7 @@ def parquet_of(given: Sequence[str], folder: Path) -> list[str]:
         with pq.ParquetWriter(target, schema()) as writer:
             for path in json_files:
                 try:
-                    rows = list(rows_of(json.loads(path.read_text(encoding="utf-8"))))
+                    rows = list(rows_of(json_of(path)))
                 except OSError as error:
                     raise unusable(path, _reason(error)) from error
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

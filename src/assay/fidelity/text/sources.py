@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import parse_qsl
 
+from assay.bounded_json import loads
 from assay.errors import AssayError, UsageError
+from assay.files import bytes_of
 
 DEFAULT = "pydoc"
 
@@ -109,10 +110,10 @@ def _paths(pattern: str) -> list[Path]:
 
 
 def _file_text(path: Path, field: str | None) -> str:
+    if path.is_dir():
+        raise _unusable(f"{path} is a folder", f"name the files in it: '{path}/*.txt'")
     try:
-        raw = path.read_bytes()
-    except IsADirectoryError as error:
-        raise _unusable(f"{path} is a folder", f"name the files in it: '{path}/*.txt'") from error
+        raw = bytes_of(path)
     except OSError as error:
         raise _unusable(f"cannot read {path}: {error.strerror}", "check the path") from error
     try:
@@ -139,10 +140,11 @@ def _jsonl(path: Path, text: str, field: str) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
+            record = loads(line)
+        except ValueError as error:
             raise _unusable(
-                f"{path}, line {number} is not JSON: {error.msg}", "give one object a line"
+                f"{path}, line {number} is not JSON: {getattr(error, 'msg', error)}",
+                "give one object a line",
             ) from error
         value = record.get(field) if isinstance(record, dict) else None
         if not isinstance(value, str):
