@@ -1,8 +1,8 @@
 """The client of OpenAI-compatible servers.
 
-`http` carries with limits, `messages` are requests and answers, `discovery` finds out what a server
-is and can do, `scoring` has the routes to log-probabilities, and `engine` offers it all as an
-engine.
+`http` sends requests within limits, `bodies` builds them, `whole_reply` and `stream_reply` read the
+answers, `kind` and `probing` find out what a server is and can do, `prompt_scores` and `top_tokens`
+ask for log-probabilities, and `engine` offers all of this as an engine.
 """
 
 from assay.engines.server.engine import ServerEngine, default_limits
