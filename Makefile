@@ -13,7 +13,7 @@ export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 # Several workers and hundreds of processes would compile the same files anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install system demo test test-fast test-slow test-wheel test-llama fuzz lint types docs clean
+.PHONY: help install system demo test test-fast test-slow test-wheel test-extras test-llama fuzz lint types docs clean
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -66,7 +66,10 @@ test-slow: install system  ## The rest
 	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m "slow and not wheel"
 
 test-wheel: install  ## The wheels, as the sdists build them, in clean environments of each Python
-	$(BIN)/python -m pytest -m wheel --durations=0 tests/wheel
+	$(BIN)/python -m pytest -m wheel --durations=0 -k "not extra_alone" tests/wheel
+
+test-extras: install  ## Each extra alone in a clean environment (downloads several GB, builds llama-cpp-python)
+	$(BIN)/python -m pytest -m wheel --durations=0 -k "extra_alone" tests/wheel
 
 test-llama: install  ## Build llama.cpp from llama-cpp-python's sdist (once, into the cache) and run its tests
 	PYTHON=$(BIN)/python bash benchmarks/build_llama_cpp.sh
