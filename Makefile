@@ -77,9 +77,10 @@ test-llama: install  ## Build llama.cpp from llama-cpp-python's sdist (once, int
 	$(BIN)/python -c "from assay.demo.models import build_smollm2; build_smollm2()"
 	$(PYTEST) -n 2 -m "llama and not slow"
 
-FUZZ_SECONDS ?= 60
-fuzz: install    ## Give hostile documents to every reader, for FUZZ_SECONDS (60)
-	ASSAY_CACHE=$$(mktemp -d) $(BIN)/python tests/fuzz/fuzz.py --seconds $(FUZZ_SECONDS) --seed $$(date +%j)
+# The same documents in every run; another number of them, or another seed, goes looking for new ones.
+FUZZ ?= --documents 3000 --seconds 600 --seed 0
+fuzz: install    ## Give hostile documents to every reader (FUZZ has the options of tests/fuzz/fuzz.py)
+	ASSAY_CACHE=$$(mktemp -d) $(BIN)/python tests/fuzz/fuzz.py $(FUZZ)
 
 lint: install
 	$(BIN)/ruff check .

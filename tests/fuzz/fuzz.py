@@ -58,7 +58,7 @@ REPORT = {
     "command": "compare",
     "verdict": "pass",
     "exit_code": 0,
-    "subject": {"plan": {"reference": "hf:a", "candidates": ["hf:b"]}},
+    "subject": {"plan": {"reference": "none:a", "candidates": ["none:b"]}},
     "findings": [{"id": "fidelity.x", "severity": "warning", "title": "t", "evidence": {}}],
     "results": {"grade": "ACCEPT", "kld": {"mean": 0.1, "lo": 0.0, "hi": 0.2}, "windows": 8},
     "environment": {"packages": {"numpy": "2"}},
@@ -213,14 +213,14 @@ def run(words: list[str]) -> str:
     return ""
 
 
-def fuzz(seconds: float, seed: int, keep: Path) -> Iterator[tuple[str, str]]:
+def fuzz(seconds: float, seed: int, keep: Path, documents: int = 0) -> Iterator[tuple[str, str]]:
     """The reader of each document and what it broke."""
     rng, all_readers = random.Random(seed), readers()
     names = sorted(all_readers)
     corpus = {name: list(documents) for name, (documents, _) in all_readers.items()}
     until, number = time.monotonic() + seconds, 0
     with tempfile.TemporaryDirectory() as folder:
-        while time.monotonic() < until:
+        while time.monotonic() < until and (not documents or number < documents):
             name = names[number % len(names)]
             number += 1
             document = mutated(rng.choice(corpus[name]), rng)
@@ -242,6 +242,7 @@ def fuzz(seconds: float, seed: int, keep: Path) -> Iterator[tuple[str, str]]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--documents", type=int, default=0, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, default=Path("build/fuzz"))
     given = parser.parse_args()
@@ -249,7 +250,7 @@ def main() -> int:
     signal.signal(signal.SIGALRM, _alarm)
     tried: Counter[str] = Counter()
     broken: Counter[str] = Counter()
-    for name, broke in fuzz(given.seconds, given.seed, given.keep):
+    for name, broke in fuzz(given.seconds, given.seed, given.keep, given.documents):
         tried[name] += 1
         if broke:
             broken[name] += 1
