@@ -97,3 +97,12 @@ def test_it_is_said_before_anything_is_loaded(
     assert found["id"] == f"fidelity.{finding}"
     assert said in found["title"]
     assert "\n" not in found["title"]
+
+
+def test_a_name_that_no_file_can_have_is_one_line() -> None:
+    from assay.engines.scoring import ScoringPath
+    from assay.engines.specs import check_spec
+    from assay.errors import UsageError
+
+    with pytest.raises(UsageError, match="names no model that can be read"):
+        check_spec("hf:" + "1" * 500, ScoringPath.PREFILL)

@@ -65,7 +65,14 @@ def check_spec(spec: str, path: ScoringPath | None = None) -> None:
             if getattr(parsed, "weights", ""):
                 import_module("assay.engines.transform").parse_transform(parsed.weights)
             if prefix == "hf:":
-                parsed.refuse_what_is_not_there()
+                try:
+                    parsed.refuse_what_is_not_there()
+                except OSError as error:  # a name that no file can have
+                    raise UsageError(
+                        f"{spec[:80]!r} names no model that can be read: {error.strerror}",
+                        remedy="check the path",
+                        finding_id="fidelity.usage",
+                    ) from error
                 if path:
                     parsed.refuse_path(path)
             return
