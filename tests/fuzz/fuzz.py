@@ -4,7 +4,8 @@
 
 Documents are grown from real ones: JSON values are replaced by hostile ones, bytes are cut, doubled
 and spliced. Each is given to the command line of its reader in this process. What breaks a rule is
-kept in the folder, and the exit code is 1.
+kept in the folder, and the exit code is 1. `rerun` is left out: a plan that names a model imports
+torch, which takes longer than a reader may.
 """
 
 from __future__ import annotations
@@ -120,7 +121,6 @@ def readers() -> dict[str, tuple[list[bytes], Callable[[str], list[str]]]]:
         "gate": ([CONTRACT.encode()], lambda f: ["gate", "--lint", "--contract", f]),
         "card": ([json.dumps(REPORT).encode()], lambda f: ["card", f, "--out", f"{f}.card"]),
         "diff": ([json.dumps(REPORT).encode()], lambda f: ["diff", f, f]),
-        "rerun": ([json.dumps(REPORT).encode()], lambda f: ["rerun", f]),
         "verify": (
             [json.dumps(config).encode()],
             lambda f: ["verify", f, "--hash", "none", "--allow-unverified"],
